@@ -7,6 +7,7 @@ nothing to draw, one rank, many, long names. Those of matplotlib are listed wher
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import test_plots
 import test_plots_buckets
@@ -29,6 +30,10 @@ from zero_ref.lab import plots
 from zero_ref.live.palette import ITEM_COLOURS
 from zero_ref.live.svg import Drawing
 from zero_ref.plan.rules import even, sorted_greedy
+from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.models import MODELS
+from zero_ref.simulator.scenario import Scenario, SimulatedRun
+from zero_ref.simulator.stages import runs_by_stage
 from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, Event, Timeline, simulate
 
 NUMELS = [600, 500, 400, 100, 0, 30]
@@ -54,6 +59,15 @@ def many(count: int, labels: tuple[str, ...] = ("reduce", "broadcast")) -> Timel
     return Timeline((*calls, Event("compute", "step", None, float(count), count + 300.0)))
 
 
+@cache
+def runs_of(ranks: int, accumulation: int = 1) -> dict[str, SimulatedRun]:
+    """GPT-2 small under DDP and each stage."""
+    scenario = Scenario(
+        MODELS["gpt2"], cluster("h100-ib"), ranks, accumulation=accumulation, bucket_view=True
+    )
+    return runs_by_stage(scenario)
+
+
 HELD_ITEMS = {
     f"stage {stage}": dict.fromkeys((*list(ITEM_COLOURS)[:-1], "scalars"), 1e9 * (4 - stage))
     for stage in range(4)
@@ -77,6 +91,9 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
         {name: played(name).timeline() for name in ("ddp", "zero-3", "local-sgd")}
     ),
     "timeline, many events": lambda: plots.timeline({"many": many(3000)}),
+    "stages_timeline, hybrid too": lambda: plots.stages_timeline(runs_of(16)),
+    "stages_timeline, accumulated": lambda: plots.stages_timeline(runs_of(8, accumulation=4)),
+    "stages_timeline, 1 rank": lambda: plots.stages_timeline({"a rank <&> no others": runs_of(1)["DDP"]}),
     "step_diagram": lambda: plots.step_diagram(even(NUMELS, 4), names=NAMES),
     "step_diagram, lost": lambda: plots.step_diagram(sorted_greedy(NUMELS, 3), names=NAMES, lost=[0, 5]),
     "step_diagram, 8 ranks": lambda: plots.step_diagram(even(NUMELS, 8), lost=[1]),

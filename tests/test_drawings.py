@@ -8,13 +8,14 @@ from collections import Counter
 from itertools import combinations, pairwise
 
 import pytest
-from all_pictures import FOUR, MEASURED, NUMELS, many
+from all_pictures import FOUR, MEASURED, NUMELS, many, runs_of
 from hypothesis import given, settings, strategies as st
 from test_plots_simulated import played
 
 from zero_ref.lab import plots
 from zero_ref.live.lanes import COLOURS, COLOURS_OF_MORE, LANE, alone, flowed_together
 from zero_ref.live.loads import LARGEST, MEAN, log_ticks
+from zero_ref.live.numbers import short_bytes, short_time
 from zero_ref.live.palette import ALARM, ITEM_COLOURS, MUTED, PAPER, PART_COLOURS, RANK_COLOURS, rank_colour
 from zero_ref.live.ring import ring_states
 from zero_ref.live.step import PHASES
@@ -223,6 +224,38 @@ def test_events_that_flow_together_keep_their_time_and_nearly_their_place(
             assert events[0].start_ms <= start < stop <= events[-1].stop_ms + 1e-9
     together = sorted(piece for of_label in pieces.values() for piece in of_label)
     assert all(earlier[1] <= later[0] + 1e-9 for earlier, later in pairwise(together))
+
+
+def test_all_stages_stand_on_one_scale_of_time_with_what_is_exposed_and_the_peak() -> None:
+    runs = runs_of(16)
+    drawing = plots.stages_timeline(runs)
+    assert list(runs) == ["DDP", "stage 1", "stage 2", "stage 3", "hybrid"]
+    longest = max(run.timeline.makespan_ms for run in runs.values())
+    ends = [number(one, "x1") for one in found(drawing, "line", **{"stroke-width": "1.4"})]
+    wanted = [MARGIN + 1000 * run.timeline.makespan_ms / longest for run in runs.values()]
+    assert ends == pytest.approx(wanted, abs=0.1)
+    red = sum(number(one, "x2") - number(one, "x1") for one in found(drawing, "line", stroke=ALARM))
+    exposed = sum(run.timeline.exposed_ms for run in runs.values())
+    assert red == pytest.approx(1000 * exposed / longest, rel=0.01)
+    for name, run in runs.items():
+        times = f"{short_time(run.timeline.makespan_ms)}, {short_time(run.timeline.exposed_ms)} exposed"
+        assert f"{name}: {times}" in written(drawing)
+        assert f"peak {short_bytes(run.peak_bytes)}" in written(drawing)
+        assert f"{name}: {times}, peak {short_bytes(run.peak_bytes)}" in drawing.words
+
+
+def test_of_all_stages_the_lanes_are_named_once_and_accumulated_passes_have_bars_of_their_own() -> None:
+    drawing = plots.stages_timeline(runs_of(8, accumulation=4))
+    assert written(drawing).count("compute") == written(drawing).count("network") == 1
+    in_bars = Counter(
+        one.text for one in found(drawing, "text", **{"text-anchor": "middle"}) if one.get("fill") != MUTED
+    )
+    # DDP and stage 1 have 3 backwards that reduce nothing; the buckets of all others are bars of their own.
+    assert in_bars["backward"] == 2 * 3
+    assert in_bars["forward"] == 3 * 4
+    assert not any((word or "").isdigit() for word in in_bars)
+    with pytest.raises(ValueError, match="no run to draw"):
+        plots.stages_timeline({})
 
 
 # ------------------------------------------------------------------------------------------------ a step

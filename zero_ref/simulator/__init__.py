@@ -25,6 +25,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `logs`: such times from what nccl-tests and others print;
 - `spread`: how far a prediction may be off, from published runs;
 - `scenario`: all of it together, from a model's name to memory, traffic and time;
+- `stages`: one such run under DDP and each stage, to choose among them;
 - `search`: every way to train a model on a cluster, and the best of them;
 - `options`: an option of such a run, defined once: with the field that keeps its value;
 - `published`: runs that others published;
