@@ -35,6 +35,7 @@ from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
 from zero_ref.simulator.stages import runs_by_stage
 from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, Event, Timeline, simulate
+from zero_ref.simulator.tree import Advice, Question
 
 NUMELS = [600, 500, 400, 100, 0, 30]
 NAMES = ["wte.weight", "h.0.qkv.weight", "h.0.fc.weight", "h.0.proj.weight", "none", "ln_f.bias"]
@@ -72,6 +73,25 @@ HELD_ITEMS = {
     f"stage {stage}": dict.fromkeys((*list(ITEM_COLOURS)[:-1], "scalars"), 1e9 * (4 - stage))
     for stage in range(4)
 }
+SHORT_TREE = Question("Does it fit?", yes=Advice("DDP", "It sends least."), no=Advice("stage 1"))
+TREE = Question(
+    "Does everything fit on one GPU, with the batch that you need?",
+    threshold="16 bytes · Ψ + activations ≤ memory",
+    answered="161 GB of 85.5 GB",
+    yes=Advice("DDP", "Nothing is sharded: least traffic, simplest code."),
+    no=Question(
+        "Do parameters and gradients fit whole?",
+        answered="46.2 GB of 85.5 GB",
+        yes=Question(
+            "Are gradients accumulated?", yes=Advice("stage 1"), no=Advice("stage 2", "2 bytes <&> Ψ")
+        ),
+        no=Question(
+            "Does a shard fit?", yes=Advice("stage 3", "Gathers hide behind computing."), no=Advice("beyond")
+        ),
+    ),
+)
+"""The second question has a tree at both sides."""
+
 POWERS = [2**power for power in range(11)]
 
 DRAWINGS: dict[str, Callable[[], Drawing]] = {
@@ -105,6 +125,10 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "memory_items": lambda: plots.memory_items(HELD_ITEMS, device_bytes=80e9, chosen="stage 2"),
     "memory_items, too small a device": lambda: plots.memory_items(HELD_ITEMS, device_bytes=10e9),
     "memory_items, nothing": lambda: plots.memory_items({"a rank <&> others": {}}),
+    "decision_tree": lambda: plots.decision_tree(TREE),
+    "decision_tree, a model's way": lambda: plots.decision_tree(TREE, path=[False, True, False]),
+    "decision_tree, not yet at an advice": lambda: plots.decision_tree(TREE, path=[False]),
+    "decision_tree, one question": lambda: plots.decision_tree(SHORT_TREE, path=[True]),
     "loads": lambda: plots.loads(sorted_greedy(NUMELS, 4)),
     "loads, bytes": lambda: plots.loads(even([10**6], 64), bytes_per_element=8, fullest_first=True),
     "loads, nothing": lambda: plots.loads(sorted_greedy([0], 3)),

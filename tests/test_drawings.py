@@ -8,7 +8,7 @@ from collections import Counter
 from itertools import combinations, pairwise
 
 import pytest
-from all_pictures import FOUR, MEASURED, NUMELS, many, runs_of
+from all_pictures import FOUR, MEASURED, NUMELS, TREE, many, runs_of
 from hypothesis import given, settings, strategies as st
 from test_plots_simulated import played
 
@@ -16,7 +16,16 @@ from zero_ref.lab import plots
 from zero_ref.live.lanes import COLOURS, COLOURS_OF_MORE, LANE, alone, flowed_together
 from zero_ref.live.loads import LARGEST, MEAN, log_ticks
 from zero_ref.live.numbers import short_bytes, short_time
-from zero_ref.live.palette import ALARM, ITEM_COLOURS, MUTED, PAPER, PART_COLOURS, RANK_COLOURS, rank_colour
+from zero_ref.live.palette import (
+    ALARM,
+    ITEM_COLOURS,
+    MUTED,
+    PAPER,
+    PART_COLOURS,
+    RANK_COLOURS,
+    SERIES_COLOURS,
+    rank_colour,
+)
 from zero_ref.live.ring import ring_states
 from zero_ref.live.step import PHASES
 from zero_ref.live.svg import MARGIN, Drawing
@@ -25,6 +34,7 @@ from zero_ref.plan.partition import Partition
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, Event, Timeline, simulate
 from zero_ref.simulator.traffic import traffic
+from zero_ref.simulator.tree import Advice, Question
 
 WIDTH = 1000 + 2 * MARGIN
 SVG = "{http://www.w3.org/2000/svg}"
@@ -432,6 +442,59 @@ def test_what_is_sharded_has_the_same_colour_as_in_the_other_pictures_of_memory(
     assert ITEM_COLOURS["gradients"] == PART_COLOURS["gradients"]
     assert ITEM_COLOURS["moments"] == PART_COLOURS["optimizer state"]
     assert len(set(ITEM_COLOURS.values())) == len(ITEM_COLOURS)
+
+
+# ------------------------------------------------------------------------------------------------ a tree
+
+
+@pytest.mark.parametrize("width", [300, WIDTH])
+def test_a_tree_has_a_box_for_each_node_and_an_arrow_for_each_answer(width: float) -> None:
+    drawing = plots.decision_tree(TREE)
+    root = ElementTree.fromstring(drawing.svg(width))
+    assert len(root.findall(f"{SVG}rect")) == 1 + 4 + 5  # the ground, questions, advices
+    assert len(root.findall(f"{SVG}polygon")) == 2 * 4
+    words = Counter("".join(one.itertext()) for one in root.iter(f"{SVG}text"))
+    assert words["yes"] == words["no"] == 4
+    assert words["stage 1"] == words["stage 3"] == words["beyond"] == 1
+    # Each arrow ends at the left edge or at the top of a box.
+    _, *rects = root.findall(f"{SVG}rect")
+    boxes = [[number(one, name) for name in ("x", "y", "width", "height")] for one in rects]
+    for head in root.findall(f"{SVG}polygon"):
+        x, y = map(float, head.attrib["points"].split()[-1].split(","))
+        assert any(
+            (abs(x - left) < 0.1 and top < y < top + high) or (abs(y - top) < 0.1 and left < x < left + wide)
+            for left, top, wide, high in boxes
+        )
+    for one, other in combinations(boxes, 2):
+        beside = one[0] + one[2] <= other[0] or other[0] + other[2] <= one[0]
+        assert beside or one[1] + one[3] <= other[1] or other[1] + other[3] <= one[1]
+
+
+def test_the_way_of_a_model_is_marked_and_its_numbers_are_written() -> None:
+    drawing = plots.decision_tree(TREE, path=[False, True, False])
+    on_way = [one for one in found(drawing, "rect") if one.get("stroke") == SERIES_COLOURS[0]]
+    (advice,) = [one for one in on_way if one.get("fill") == SERIES_COLOURS[0]]
+    assert len(on_way) == 4
+    root = ElementTree.fromstring(drawing.svg(WIDTH))
+    (name,) = [one for box, one in pairwise(root) if box.attrib == advice.attrib]
+    assert name.text == "stage 2"
+    bold = [one.text for one in found(drawing, "text", **{"font-weight": "600"}) if one.text in ("yes", "no")]
+    assert sorted(filter(None, bold)) == ["no", "no", "yes"]
+    assert {"161 GB of 85.5 GB", "46.2 GB of 85.5 GB"} <= set(written(drawing))
+    assert "161 GB of 85.5 GB" not in written(plots.decision_tree(TREE))
+    assert drawing.words.endswith("So: stage 2 (2 bytes <&> Ψ).")
+
+
+def test_an_advice_that_two_answers_share_is_marked_where_the_way_ends() -> None:
+    same = Advice("stage 1")
+    tree = Question("Is it large?", yes=same, no=Question("Is it slow?", yes=same, no=Advice("DDP")))
+    drawing = plots.decision_tree(tree, path=[False, True])
+    assert len([one for one in found(drawing, "rect") if one.get("fill") == SERIES_COLOURS[0]]) == 1
+
+
+def test_a_way_that_goes_on_behind_an_advice_is_refused() -> None:
+    with pytest.raises(ValueError, match="the advice 'DDP' has been reached"):
+        plots.decision_tree(TREE, path=[True, True])
 
 
 # ------------------------------------------------------------------------------------------------ loads

@@ -23,6 +23,7 @@ When it happens: `timeline`, `stages_timeline`. What moves to other ranks: `resh
 `file_reads`.
 What a simulation says: `memory_curve`, `step_time_against_ranks`, `volume_against_ranks`,
 `memory_against_ranks`, `memory_items`. How far it can be trusted: `scatter`, `sensitivity`.
+What to choose: `decision_tree`.
 How gradients go to shards: `gradient_memory`, `reductions_against_ranks`, `hybrid_groups`.
 What clipping does: `norms_together`. What a weight of few bits holds: `rounded_values`.
 Who still has data: `shadow_grid`.
@@ -56,6 +57,7 @@ from zero_ref.live.palette import rank_colour, text_colour_on
 from zero_ref.live.ring import ring_rounds
 from zero_ref.live.step import step_diagram
 from zero_ref.live.svg import Drawing
+from zero_ref.live.tree import decision_tree
 
 __all__ = [
     "figure",
@@ -87,6 +89,7 @@ __all__ = [
     "volume_against_ranks",
     "memory_against_ranks",
     "memory_items",
+    "decision_tree",
     "gradient_memory",
     "reductions_against_ranks",
     "hybrid_groups",
