@@ -125,6 +125,12 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "memory_items": lambda: plots.memory_items(HELD_ITEMS, device_bytes=80e9, chosen="stage 2"),
     "memory_items, too small a device": lambda: plots.memory_items(HELD_ITEMS, device_bytes=10e9),
     "memory_items, nothing": lambda: plots.memory_items({"a rank <&> others": {}}),
+    "memory_over_time, hybrid too": lambda: plots.memory_over_time(runs_of(16)),
+    "memory_over_time, accumulated": lambda: plots.memory_over_time(runs_of(8, accumulation=4)),
+    "memory_over_time, 1 rank": lambda: plots.memory_over_time({"a rank <&> no others": runs_of(1)["DDP"]}),
+    "memory_over_time, too small a device": lambda: plots.memory_over_time(
+        {"DDP": Scenario(MODELS["gpt2-xl"], cluster("rtx4090-10gbe"), 8).run("ddp")}
+    ),
     "decision_tree": lambda: plots.decision_tree(TREE),
     "decision_tree, a model's way": lambda: plots.decision_tree(TREE, path=[False, True, False]),
     "decision_tree, not yet at an advice": lambda: plots.decision_tree(TREE, path=[False]),

@@ -15,9 +15,11 @@ from test_plots_simulated import played
 from zero_ref.lab import plots
 from zero_ref.live.lanes import COLOURS, COLOURS_OF_MORE, LANE, alone, flowed_together
 from zero_ref.live.loads import LARGEST, MEAN, log_ticks
+from zero_ref.live.memory_over_time import COLOURS as KIND_COLOURS, HIGH
 from zero_ref.live.numbers import short_bytes, short_time
 from zero_ref.live.palette import (
     ALARM,
+    FAINT,
     ITEM_COLOURS,
     MUTED,
     PAPER,
@@ -32,6 +34,9 @@ from zero_ref.live.svg import MARGIN, Drawing
 from zero_ref.plan.choice import RULES
 from zero_ref.plan.partition import Partition
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
+from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.models import MODELS
+from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, Event, Timeline, simulate
 from zero_ref.simulator.traffic import traffic
 from zero_ref.simulator.tree import Advice, Question
@@ -442,6 +447,47 @@ def test_what_is_sharded_has_the_same_colour_as_in_the_other_pictures_of_memory(
     assert ITEM_COLOURS["gradients"] == PART_COLOURS["gradients"]
     assert ITEM_COLOURS["moments"] == PART_COLOURS["optimizer state"]
     assert len(set(ITEM_COLOURS.values())) == len(ITEM_COLOURS)
+
+
+def test_memory_over_time_is_the_runs_own_with_its_peak_at_the_predicted_one() -> None:
+    runs = runs_of(16)
+    drawing = plots.memory_over_time(runs)
+    dots = [(number(one, "cx"), number(one, "cy")) for one in found(drawing, "circle")]
+    piles: list[list[Element]] = [[]]
+    for one in found(drawing, "path"):
+        if piles[-1] and piles[-1][-1].get("fill") == FAINT:  # the last of a run is at the bottom of its pile
+            piles.append([])
+        piles[-1].append(one)
+    assert len(piles) == len(dots) == len(runs)
+    most = max(run.peak_bytes for run in runs.values())
+    for pile, (_, top), run in zip(piles, dots, runs.values()):
+        curve = run.memory_by_kind()
+        heights = {}
+        for one in pile:
+            bottom, *levels = (float(y) for y in re.findall(r"(?:M[\d.]+ |V)([\d.]+)", one.attrib["d"]))
+            assert levels[-1] == bottom
+            heights[one.get("fill")] = [bottom - level for level in levels[:-1]]
+        assert bottom - top == pytest.approx(HIGH * run.peak_bytes / most, abs=0.1)
+        assert max(max(of_kind) for of_kind in heights.values()) == pytest.approx(bottom - top, abs=0.1)
+        below = 0.0
+        for kind in ("allocator, libraries", "parameters", "optimizer state"):  # these never change
+            below += curve[0][1][kind]
+            (level,) = set(heights[KIND_COLOURS[kind]])
+            assert level == pytest.approx(HIGH * below / most, abs=0.1)
+    titles = set(written(drawing))
+    assert {f"{name}: peak {short_bytes(run.peak_bytes)}" for name, run in runs.items()} <= titles
+    with pytest.raises(ValueError, match="got 0 devices"):
+        plots.memory_over_time({})
+
+
+def test_memory_over_time_shows_how_much_the_device_has_where_that_is_too_little() -> None:
+    run = Scenario(MODELS["gpt2-xl"], cluster("rtx4090-10gbe"), 8).run("ddp")
+    drawing = plots.memory_over_time({"DDP": run})
+    (device,) = found(drawing, "line", stroke=ALARM)
+    (dot,) = found(drawing, "circle")
+    bottom = number(device, "y1") + HIGH * 1e9 * (run.scenario.cluster.device.memory_gb or 0) / run.peak_bytes
+    assert bottom - number(dot, "cy") == pytest.approx(HIGH, abs=0.1)
+    assert not found(plots.memory_over_time(runs_of(16)), "line", stroke=ALARM)
 
 
 # ------------------------------------------------------------------------------------------------ a tree

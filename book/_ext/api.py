@@ -127,6 +127,7 @@ CHAPTER_OF = {
     "zero_ref.simulator.cluster.Device": 16,
     "zero_ref.simulator.timeline": 6,
     "zero_ref.simulator.price": 8,
+    "zero_ref.simulator.held": 8,
     "zero_ref.simulator.play": 8,
     "zero_ref.simulator.trace": 6,
     "zero_ref.simulator.scenario": 17,

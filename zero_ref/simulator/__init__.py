@@ -18,6 +18,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `cluster`: links and devices, and how long each collective takes on them;
 - `kernels`: what a transformer computes, and what limits it: arithmetic, attention, memory;
 - `price`: how long each operation of a schedule takes on a cluster;
+- `held`: what a rank holds during an iteration, by kind;
 - `play`: a schedule on a cluster: times, memory over time, the critical path, slow ranks;
 - `trace`: timelines as a file that Perfetto shows;
 - `sensitivity`: which circumstance changes the conclusion, and what would make an iteration faster;

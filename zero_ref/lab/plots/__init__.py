@@ -21,8 +21,9 @@ What a collective costs: `ring_rounds`, `bytes_on_wire`, `time_against_bytes`.
 What a run gave: `loss_curves`, `predicted_against_measured`.
 When it happens: `timeline`, `stages_timeline`. What moves to other ranks: `reshard`; who reads which bytes:
 `file_reads`.
-What a simulation says: `memory_curve`, `step_time_against_ranks`, `volume_against_ranks`,
-`memory_against_ranks`, `memory_items`. How far it can be trusted: `scatter`, `sensitivity`.
+What a simulation says: `memory_curve`, `memory_over_time`, `step_time_against_ranks`,
+`volume_against_ranks`, `memory_against_ranks`, `memory_items`.
+How far it can be trusted: `scatter`, `sensitivity`.
 What to choose: `decision_tree`.
 How gradients go to shards: `gradient_memory`, `reductions_against_ranks`, `hybrid_groups`.
 What clipping does: `norms_together`. What a weight of few bits holds: `rounded_values`.
@@ -53,6 +54,7 @@ from zero_ref.lab.plots._wire import bytes_on_wire, time_against_bytes
 from zero_ref.live.lanes import stages_timeline, timeline
 from zero_ref.live.loads import balance_against_ranks, loads
 from zero_ref.live.memory import memory_items
+from zero_ref.live.memory_over_time import memory_over_time
 from zero_ref.live.palette import rank_colour, text_colour_on
 from zero_ref.live.ring import ring_rounds
 from zero_ref.live.step import step_diagram
@@ -89,6 +91,7 @@ __all__ = [
     "volume_against_ranks",
     "memory_against_ranks",
     "memory_items",
+    "memory_over_time",
     "decision_tree",
     "gradient_memory",
     "reductions_against_ranks",
