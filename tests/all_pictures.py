@@ -7,6 +7,7 @@ nothing to draw, one rank, many, long names. Those of matplotlib are listed wher
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import test_plots
 import test_plots_buckets
@@ -29,7 +30,12 @@ from zero_ref.lab import plots
 from zero_ref.live.palette import ITEM_COLOURS
 from zero_ref.live.svg import Drawing
 from zero_ref.plan.rules import even, sorted_greedy
+from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.models import MODELS
+from zero_ref.simulator.scenario import Scenario, SimulatedRun
+from zero_ref.simulator.stages import runs_by_stage
 from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, Event, Timeline, simulate
+from zero_ref.simulator.tree import Advice, Question
 
 NUMELS = [600, 500, 400, 100, 0, 30]
 NAMES = ["wte.weight", "h.0.qkv.weight", "h.0.fc.weight", "h.0.proj.weight", "none", "ln_f.bias"]
@@ -54,10 +60,38 @@ def many(count: int, labels: tuple[str, ...] = ("reduce", "broadcast")) -> Timel
     return Timeline((*calls, Event("compute", "step", None, float(count), count + 300.0)))
 
 
+@cache
+def runs_of(ranks: int, accumulation: int = 1) -> dict[str, SimulatedRun]:
+    """GPT-2 small under DDP and each stage."""
+    scenario = Scenario(
+        MODELS["gpt2"], cluster("h100-ib"), ranks, accumulation=accumulation, bucket_view=True
+    )
+    return runs_by_stage(scenario)
+
+
 HELD_ITEMS = {
     f"stage {stage}": dict.fromkeys((*list(ITEM_COLOURS)[:-1], "scalars"), 1e9 * (4 - stage))
     for stage in range(4)
 }
+SHORT_TREE = Question("Does it fit?", yes=Advice("DDP", "It sends least."), no=Advice("stage 1"))
+TREE = Question(
+    "Does everything fit on one GPU, with the batch that you need?",
+    threshold="16 bytes · Ψ + activations ≤ memory",
+    answered="161 GB of 85.5 GB",
+    yes=Advice("DDP", "Nothing is sharded: least traffic, simplest code."),
+    no=Question(
+        "Do parameters and gradients fit whole?",
+        answered="46.2 GB of 85.5 GB",
+        yes=Question(
+            "Are gradients accumulated?", yes=Advice("stage 1"), no=Advice("stage 2", "2 bytes <&> Ψ")
+        ),
+        no=Question(
+            "Does a shard fit?", yes=Advice("stage 3", "Gathers hide behind computing."), no=Advice("beyond")
+        ),
+    ),
+)
+"""The second question has a tree at both sides."""
+
 POWERS = [2**power for power in range(11)]
 
 DRAWINGS: dict[str, Callable[[], Drawing]] = {
@@ -77,6 +111,9 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
         {name: played(name).timeline() for name in ("ddp", "zero-3", "local-sgd")}
     ),
     "timeline, many events": lambda: plots.timeline({"many": many(3000)}),
+    "stages_timeline, hybrid too": lambda: plots.stages_timeline(runs_of(16)),
+    "stages_timeline, accumulated": lambda: plots.stages_timeline(runs_of(8, accumulation=4)),
+    "stages_timeline, 1 rank": lambda: plots.stages_timeline({"a rank <&> no others": runs_of(1)["DDP"]}),
     "step_diagram": lambda: plots.step_diagram(even(NUMELS, 4), names=NAMES),
     "step_diagram, lost": lambda: plots.step_diagram(sorted_greedy(NUMELS, 3), names=NAMES, lost=[0, 5]),
     "step_diagram, 8 ranks": lambda: plots.step_diagram(even(NUMELS, 8), lost=[1]),
@@ -88,6 +125,16 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "memory_items": lambda: plots.memory_items(HELD_ITEMS, device_bytes=80e9, chosen="stage 2"),
     "memory_items, too small a device": lambda: plots.memory_items(HELD_ITEMS, device_bytes=10e9),
     "memory_items, nothing": lambda: plots.memory_items({"a rank <&> others": {}}),
+    "memory_over_time, hybrid too": lambda: plots.memory_over_time(runs_of(16)),
+    "memory_over_time, accumulated": lambda: plots.memory_over_time(runs_of(8, accumulation=4)),
+    "memory_over_time, 1 rank": lambda: plots.memory_over_time({"a rank <&> no others": runs_of(1)["DDP"]}),
+    "memory_over_time, too small a device": lambda: plots.memory_over_time(
+        {"DDP": Scenario(MODELS["gpt2-xl"], cluster("rtx4090-10gbe"), 8).run("ddp")}
+    ),
+    "decision_tree": lambda: plots.decision_tree(TREE),
+    "decision_tree, a model's way": lambda: plots.decision_tree(TREE, path=[False, True, False]),
+    "decision_tree, not yet at an advice": lambda: plots.decision_tree(TREE, path=[False]),
+    "decision_tree, one question": lambda: plots.decision_tree(SHORT_TREE, path=[True]),
     "loads": lambda: plots.loads(sorted_greedy(NUMELS, 4)),
     "loads, bytes": lambda: plots.loads(even([10**6], 64), bytes_per_element=8, fullest_first=True),
     "loads, nothing": lambda: plots.loads(sorted_greedy([0], 3)),

@@ -30,6 +30,7 @@ PARTS = ["The question", "The picture", "Predict", "Run", "Compare", "Exercises"
 
 EVERYDAY = {
     "drift": "the models drift apart",
+    "reduce": "ranks reduce gradients, by any collective",
     "round": "the other way round, each order rounds differently",
     "schedule": "a learning-rate schedule",
 }

@@ -8,22 +8,38 @@ from collections import Counter
 from itertools import combinations, pairwise
 
 import pytest
-from all_pictures import FOUR, MEASURED, NUMELS, many
+from all_pictures import FOUR, MEASURED, NUMELS, TREE, many, runs_of
 from hypothesis import given, settings, strategies as st
 from test_plots_simulated import played
 
 from zero_ref.lab import plots
 from zero_ref.live.lanes import COLOURS, COLOURS_OF_MORE, LANE, alone, flowed_together
 from zero_ref.live.loads import LARGEST, MEAN, log_ticks
-from zero_ref.live.palette import ALARM, ITEM_COLOURS, MUTED, PAPER, PART_COLOURS, RANK_COLOURS, rank_colour
+from zero_ref.live.memory_over_time import COLOURS as KIND_COLOURS, HIGH
+from zero_ref.live.numbers import short_bytes, short_time
+from zero_ref.live.palette import (
+    ALARM,
+    FAINT,
+    ITEM_COLOURS,
+    MUTED,
+    PAPER,
+    PART_COLOURS,
+    RANK_COLOURS,
+    SERIES_COLOURS,
+    rank_colour,
+)
 from zero_ref.live.ring import ring_states
 from zero_ref.live.step import PHASES
 from zero_ref.live.svg import MARGIN, Drawing
 from zero_ref.plan.choice import RULES
 from zero_ref.plan.partition import Partition
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
+from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.models import MODELS
+from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, Event, Timeline, simulate
 from zero_ref.simulator.traffic import traffic
+from zero_ref.simulator.tree import Advice, Question
 
 WIDTH = 1000 + 2 * MARGIN
 SVG = "{http://www.w3.org/2000/svg}"
@@ -225,6 +241,38 @@ def test_events_that_flow_together_keep_their_time_and_nearly_their_place(
     assert all(earlier[1] <= later[0] + 1e-9 for earlier, later in pairwise(together))
 
 
+def test_all_stages_stand_on_one_scale_of_time_with_what_is_exposed_and_the_peak() -> None:
+    runs = runs_of(16)
+    drawing = plots.stages_timeline(runs)
+    assert list(runs) == ["DDP", "stage 1", "stage 2", "stage 3", "hybrid"]
+    longest = max(run.timeline.makespan_ms for run in runs.values())
+    ends = [number(one, "x1") for one in found(drawing, "line", **{"stroke-width": "1.4"})]
+    wanted = [MARGIN + 1000 * run.timeline.makespan_ms / longest for run in runs.values()]
+    assert ends == pytest.approx(wanted, abs=0.1)
+    red = sum(number(one, "x2") - number(one, "x1") for one in found(drawing, "line", stroke=ALARM))
+    exposed = sum(run.timeline.exposed_ms for run in runs.values())
+    assert red == pytest.approx(1000 * exposed / longest, rel=0.01)
+    for name, run in runs.items():
+        times = f"{short_time(run.timeline.makespan_ms)}, {short_time(run.timeline.exposed_ms)} exposed"
+        assert f"{name}: {times}" in written(drawing)
+        assert f"peak {short_bytes(run.peak_bytes)}" in written(drawing)
+        assert f"{name}: {times}, peak {short_bytes(run.peak_bytes)}" in drawing.words
+
+
+def test_of_all_stages_the_lanes_are_named_once_and_accumulated_passes_have_bars_of_their_own() -> None:
+    drawing = plots.stages_timeline(runs_of(8, accumulation=4))
+    assert written(drawing).count("compute") == written(drawing).count("network") == 1
+    in_bars = Counter(
+        one.text for one in found(drawing, "text", **{"text-anchor": "middle"}) if one.get("fill") != MUTED
+    )
+    # DDP and stage 1 have 3 backwards that reduce nothing; the buckets of all others are bars of their own.
+    assert in_bars["backward"] == 2 * 3
+    assert in_bars["forward"] == 3 * 4
+    assert not any((word or "").isdigit() for word in in_bars)
+    with pytest.raises(ValueError, match="no run to draw"):
+        plots.stages_timeline({})
+
+
 # ------------------------------------------------------------------------------------------------ a step
 
 
@@ -399,6 +447,100 @@ def test_what_is_sharded_has_the_same_colour_as_in_the_other_pictures_of_memory(
     assert ITEM_COLOURS["gradients"] == PART_COLOURS["gradients"]
     assert ITEM_COLOURS["moments"] == PART_COLOURS["optimizer state"]
     assert len(set(ITEM_COLOURS.values())) == len(ITEM_COLOURS)
+
+
+def test_memory_over_time_is_the_runs_own_with_its_peak_at_the_predicted_one() -> None:
+    runs = runs_of(16)
+    drawing = plots.memory_over_time(runs)
+    dots = [(number(one, "cx"), number(one, "cy")) for one in found(drawing, "circle")]
+    piles: list[list[Element]] = [[]]
+    for one in found(drawing, "path"):
+        if piles[-1] and piles[-1][-1].get("fill") == FAINT:  # the last of a run is at the bottom of its pile
+            piles.append([])
+        piles[-1].append(one)
+    assert len(piles) == len(dots) == len(runs)
+    most = max(run.peak_bytes for run in runs.values())
+    for pile, (_, top), run in zip(piles, dots, runs.values()):
+        curve = run.memory_by_kind()
+        heights = {}
+        for one in pile:
+            bottom, *levels = (float(y) for y in re.findall(r"(?:M[\d.]+ |V)([\d.]+)", one.attrib["d"]))
+            assert levels[-1] == bottom
+            heights[one.get("fill")] = [bottom - level for level in levels[:-1]]
+        assert bottom - top == pytest.approx(HIGH * run.peak_bytes / most, abs=0.1)
+        assert max(max(of_kind) for of_kind in heights.values()) == pytest.approx(bottom - top, abs=0.1)
+        below = 0.0
+        for kind in ("allocator, libraries", "parameters", "optimizer state"):  # these never change
+            below += curve[0][1][kind]
+            (level,) = set(heights[KIND_COLOURS[kind]])
+            assert level == pytest.approx(HIGH * below / most, abs=0.1)
+    titles = set(written(drawing))
+    assert {f"{name}: peak {short_bytes(run.peak_bytes)}" for name, run in runs.items()} <= titles
+    with pytest.raises(ValueError, match="got 0 devices"):
+        plots.memory_over_time({})
+
+
+def test_memory_over_time_shows_how_much_the_device_has_where_that_is_too_little() -> None:
+    run = Scenario(MODELS["gpt2-xl"], cluster("rtx4090-10gbe"), 8).run("ddp")
+    drawing = plots.memory_over_time({"DDP": run})
+    (device,) = found(drawing, "line", stroke=ALARM)
+    (dot,) = found(drawing, "circle")
+    bottom = number(device, "y1") + HIGH * 1e9 * (run.scenario.cluster.device.memory_gb or 0) / run.peak_bytes
+    assert bottom - number(dot, "cy") == pytest.approx(HIGH, abs=0.1)
+    assert not found(plots.memory_over_time(runs_of(16)), "line", stroke=ALARM)
+
+
+# ------------------------------------------------------------------------------------------------ a tree
+
+
+@pytest.mark.parametrize("width", [300, WIDTH])
+def test_a_tree_has_a_box_for_each_node_and_an_arrow_for_each_answer(width: float) -> None:
+    drawing = plots.decision_tree(TREE)
+    root = ElementTree.fromstring(drawing.svg(width))
+    assert len(root.findall(f"{SVG}rect")) == 1 + 4 + 5  # the ground, questions, advices
+    assert len(root.findall(f"{SVG}polygon")) == 2 * 4
+    words = Counter("".join(one.itertext()) for one in root.iter(f"{SVG}text"))
+    assert words["yes"] == words["no"] == 4
+    assert words["stage 1"] == words["stage 3"] == words["beyond"] == 1
+    # Each arrow ends at the left edge or at the top of a box.
+    _, *rects = root.findall(f"{SVG}rect")
+    boxes = [[number(one, name) for name in ("x", "y", "width", "height")] for one in rects]
+    for head in root.findall(f"{SVG}polygon"):
+        x, y = map(float, head.attrib["points"].split()[-1].split(","))
+        assert any(
+            (abs(x - left) < 0.1 and top < y < top + high) or (abs(y - top) < 0.1 and left < x < left + wide)
+            for left, top, wide, high in boxes
+        )
+    for one, other in combinations(boxes, 2):
+        beside = one[0] + one[2] <= other[0] or other[0] + other[2] <= one[0]
+        assert beside or one[1] + one[3] <= other[1] or other[1] + other[3] <= one[1]
+
+
+def test_the_way_of_a_model_is_marked_and_its_numbers_are_written() -> None:
+    drawing = plots.decision_tree(TREE, path=[False, True, False])
+    on_way = [one for one in found(drawing, "rect") if one.get("stroke") == SERIES_COLOURS[0]]
+    (advice,) = [one for one in on_way if one.get("fill") == SERIES_COLOURS[0]]
+    assert len(on_way) == 4
+    root = ElementTree.fromstring(drawing.svg(WIDTH))
+    (name,) = [one for box, one in pairwise(root) if box.attrib == advice.attrib]
+    assert name.text == "stage 2"
+    bold = [one.text for one in found(drawing, "text", **{"font-weight": "600"}) if one.text in ("yes", "no")]
+    assert sorted(filter(None, bold)) == ["no", "no", "yes"]
+    assert {"161 GB of 85.5 GB", "46.2 GB of 85.5 GB"} <= set(written(drawing))
+    assert "161 GB of 85.5 GB" not in written(plots.decision_tree(TREE))
+    assert drawing.words.endswith("So: stage 2 (2 bytes <&> Ψ).")
+
+
+def test_an_advice_that_two_answers_share_is_marked_where_the_way_ends() -> None:
+    same = Advice("stage 1")
+    tree = Question("Is it large?", yes=same, no=Question("Is it slow?", yes=same, no=Advice("DDP")))
+    drawing = plots.decision_tree(tree, path=[False, True])
+    assert len([one for one in found(drawing, "rect") if one.get("fill") == SERIES_COLOURS[0]]) == 1
+
+
+def test_a_way_that_goes_on_behind_an_advice_is_refused() -> None:
+    with pytest.raises(ValueError, match="the advice 'DDP' has been reached"):
+        plots.decision_tree(TREE, path=[True, True])
 
 
 # ------------------------------------------------------------------------------------------------ loads

@@ -64,8 +64,8 @@ def test_the_bars_of_a_way_cover_every_step_once(values: list[float]) -> None:
 @pytest.mark.parametrize(
     ("held", "grid", "message"),
     [
-        ({}, GRID, "0 ways to round do not fit: draw 1 to 3"),
-        (dict.fromkeys("abcd", EXACT), GRID, "4 ways"),
+        ({}, GRID, "0 ways to round do not fit: draw 1 to 4"),
+        (dict.fromkeys("abcde", EXACT), GRID, "5 ways"),
         (HELD, [1.0], "at least two values, in ascending order"),
         (HELD, [2.0, 1.0], "ascending"),
         ({"short": [1.0]}, GRID, "'short' has 1 values and `exact` 4"),

@@ -18,6 +18,7 @@ from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.presets import ALLOCATOR_SHARE, LIBRARY_GB
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import DTYPES, Scenario
+from zero_ref.simulator.stages import runs_by_stage
 
 H100 = cluster("h100-ib")
 SMALL = Llama(width=64, depth=2, hidden=160, heads=4, key_value_heads=2, vocabulary=100, positions=16)
@@ -360,6 +361,44 @@ def test_the_peak_of_the_phases_is_that_of_the_timeline(strategy: str, options: 
             assert (
                 memory.allocated_bytes < memory.reserved_bytes < memory.peak_bytes <= memory.total_bytes * 1.1
             )
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(("name", "ranks"), [("gpt2", 8), ("gpt2", 64), ("llama3-8b", 8), ("llama3-8b", 64)])
+def test_memory_by_kind_reaches_the_predicted_peak_and_its_items(
+    name: str, ranks: int, accumulation: int
+) -> None:
+    scenario = Scenario(
+        MODELS[name], H100, ranks, checkpointing="full", accumulation=accumulation, bucket_view=True
+    )
+    for run in runs_by_stage(scenario).values():
+        curve = run.memory_by_kind()
+        _, at_peak = max(curve, key=lambda point: sum(point[1].values()))
+        # The timeline has the padding of what stage 3 gathers: under a hundredth of a percent.
+        assert sum(at_peak.values()) == pytest.approx(run.peak_bytes, rel=1e-4)
+        items = run.memory.peak_items
+        assert at_peak["parameters"] == pytest.approx(items["parameters"] + items["padding"], abs=1)
+        state = sum(items[item] for item in ("master copies", "moments", "scalars"))
+        assert at_peak["optimizer state"] == pytest.approx(state, abs=1)
+        assert at_peak["gradients"] == pytest.approx(items["gradients"], abs=1)
+        assert at_peak["activations"] == pytest.approx(items["activations"], abs=1)
+        assert at_peak["temporaries"] == pytest.approx(items["temporaries"], abs=1)
+        assert min(min(held.values()) for _, held in curve) >= 0
+        first, last = curve[0][1], curve[-1][1]
+        assert last["activations"] == last["communication"] == last["temporaries"] == 0
+        assert first["parameters"] == last["parameters"]
+
+
+def test_memory_by_kind_of_another_rank_is_its_own() -> None:
+    run = Scenario(MODELS["gpt2"], H100, 8).run("zero")
+    least = min(range(8), key=lambda rank: run.memories[rank].peak_bytes)
+    assert run.memory_by_kind() == run.memory_by_kind(run.fullest) != run.memory_by_kind(least)
+    tensors = [
+        (ms, sum(held.values()) - held["allocator, libraries"]) for ms, held in run.memory_by_kind(least)
+    ]
+    assert [nbytes for _, nbytes in tensors] == pytest.approx(
+        [nbytes for _, nbytes in run.memory_curve(least)]
+    )
 
 
 def test_without_ddp_gradients_are_in_two_buckets_and_then_in_the_owners_shares() -> None:

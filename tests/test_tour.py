@@ -45,7 +45,7 @@ def test_the_tour_has_no_exercises() -> None:
 
 def test_each_picture_of_the_tour_has_a_name_a_caption_and_a_text_for_who_cannot_see_it() -> None:
     drawn = [cell for cell in CELLS if re.search(r"_picture\(|\nplots\.\w+\(.*\)$", "".join(cell["source"]))]
-    assert len(drawn) == 5
+    assert len(drawn) == 4
     for cell in drawn:
         shown = cell["metadata"]["mystnb"]
         assert shown["figure"]["name"].startswith("fig-tour-")

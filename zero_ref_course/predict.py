@@ -182,7 +182,7 @@ def _form(one: Prediction) -> str:
             control,
             element("span", html.escape(one.unit)),
             element("button", "Commit", type="submit"),
-            element("button", "Show without", type="button", class_="prediction-skip"),
+            element("button", "Skip: show the answer", type="button", class_="prediction-skip"),
             hidden="hidden",
         ),
         element("p", rule.strip(), class_="prediction-said", aria_live="polite"),

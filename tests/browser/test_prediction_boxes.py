@@ -84,7 +84,7 @@ def test_results_can_be_seen_without_a_prediction_and_on_paper(page: Page) -> No
     assert result(page).is_visible()
     page.emulate_media(media="screen")
     assert not result(page).is_visible()
-    box(page).get_by_role("button", name="Show without").click()
+    box(page).get_by_role("button", name="Skip: show the answer").click()
     assert result(page).is_visible()
     assert page.locator(".prediction-outcome").first.inner_text() == ""
 

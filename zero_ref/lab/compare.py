@@ -158,11 +158,16 @@ def _following(name: str, steps: int, console: Console, log: RunLog, bar: bool) 
 # ------------------------------------------------------------------------------------------ what is shown
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
-    """What each strategy took, on the rank that took most; "predicted | measured" where these differ."""
+def table(outcomes: Sequence[Outcome], times: bool = True) -> Table:
+    """What each strategy took, on the rank that took most; "predicted | measured" where these differ.
+
+    Args:
+        times: with the milliseconds of a step. A few steps on a busy machine say little about them.
+    """
+    step_ms = ["step, ms"] if times else []
     shown = _of_numbers(
         "on the fullest rank, MB and calls of a step; predicted | measured if not equal",
-        ("state", "parameters", "gradients", "calls", "payload", "step, ms", "loss"),
+        ["state", "parameters", "gradients", "calls", "payload", *step_ms, "loss"],
     )
     if any(result.loss_tolerance is None for result in outcomes):
         shown.caption = CYCLE
@@ -171,7 +176,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         for quantity, pair in result.pairs().items():
             scale, digits = (1, 0) if quantity == "collectives" else (1e6, 3)
             cells.append(_cell(pair, scale, digits))
-        shown.add_row(result.strategy, *cells, f"{result.step_ms:.0f}", f"{result.final_loss:.6f}")
+        cells += [f"{result.step_ms:.0f}"] if times else []
+        shown.add_row(result.strategy, *cells, f"{result.final_loss:.6f}")
     return shown
 
 

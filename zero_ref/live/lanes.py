@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from zero_ref.live.numbers import short, short_time, time_unit
+from zero_ref.live.numbers import short, short_bytes, short_time, time_unit
 from zero_ref.live.palette import ALARM, INK, MUTED, PART_COLOURS, text_colour_on
 from zero_ref.live.svg import (
     BOLD,
@@ -22,10 +22,12 @@ from zero_ref.live.svg import (
     wrapped,
 )  # fmt: skip
 from zero_ref.simulator.operations import COMPUTE, NETWORK
+from zero_ref.simulator.scenario import SimulatedRun
 from zero_ref.simulator.timeline import Event, Timeline
 
-LANE, LEAST_ROW = 30.0, 15.0
-"""Pixels of a lane's height, and of a row in it where events are under way together: room for a number."""
+LANE, LEAST_ROW, LOW_LANE = 30.0, 15.0, 17.0
+"""Pixels of a lane's height, of a row in it where events are under way together (room for a number), and of a
+lane's height where many iterations stand below each other."""
 
 # What is sent has the colour of what it carries: gradients, parameters. A step is the optimizer's.
 COLOURS = {
@@ -63,7 +65,7 @@ def label_key(labels: Iterable[str]) -> dict[str, str]:
 
 
 def flowed_together(events: Sequence[Event], cell_ms: float) -> dict[str, list[tuple[float, float]]]:
-    """Many short events as few pieces: in each cell of time what each label takes of it, side by side.
+    """Many short events as few pieces: in each cell of time what each label takes of it, one after another.
 
     >>> alternating = [Event("network", ("a", "b")[i % 2], i, i, i + 1) for i in range(8)]
     >>> flowed_together(alternating, cell_ms=4)
@@ -151,24 +153,61 @@ def timeline(timelines: Mapping[str, Timeline]) -> Drawing:
     Args:
         timelines: for each title its events, simulated or measured.
     """
-    words = "; ".join(
-        f"{title}: {short_time(one.makespan_ms)}, {short_time(one.exposed_ms)} exposed"
-        for title, one in timelines.items()
-    )
+    words = "; ".join(f"{title}: {_times(one)}" for title, one in timelines.items())
     return Drawing(words, lambda width: lanes(timelines, MARGIN, 14.0, width - 2 * MARGIN))
 
 
-def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -> Stacked:
+def stages_timeline(runs: Mapping[str, SimulatedRun]) -> Drawing:
+    """One iteration of each run on one scale of time, in low lanes, and the most that a rank's device holds.
+
+    Exposed communication is underlined as in `timeline`; bars have no numbers of buckets and blocks. Each
+    timeline is that of the rank that holds most. If a run accumulates gradients, all of its passes are drawn.
+
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> from zero_ref.simulator.models import MODELS
+    >>> from zero_ref.simulator.scenario import Scenario
+    >>> from zero_ref.simulator.stages import runs_by_stage
+    >>> xl = Scenario(MODELS["gpt2-xl"], cluster("h100-ib"), 8)
+    >>> stages_timeline(runs_by_stage(xl)).words
+    'DDP: 59.9 ms, 0.931 ms exposed, peak 38.8 GB; ...; stage 3: 48.8 ms, 1.02 ms exposed, peak 8.65 GB'
+
+    Args:
+        runs: for each title a simulated run, such as `runs_by_stage` gives.
+    Raises:
+        ValueError: there is no run.
+    """
+    if not runs:
+        raise ValueError("there is no run to draw: give one at least.")
+    timelines = {title: run.timeline for title, run in runs.items()}
+    notes = {title: f"peak {short_bytes(run.peak_bytes)}" for title, run in runs.items()}
+    words = "; ".join(f"{title}: {_times(one)}, {notes[title]}" for title, one in timelines.items())
+    return Drawing(words, lambda width: lanes(timelines, MARGIN, 14.0, width - 2 * MARGIN, notes=notes))
+
+
+def _times(timeline: Timeline) -> str:
+    return f"{short_time(timeline.makespan_ms)}, {short_time(timeline.exposed_ms)} exposed"
+
+
+def lanes(
+    timelines: Mapping[str, Timeline],
+    x: float,
+    y: float,
+    width: float,
+    notes: Mapping[str, str] | None = None,
+) -> Stacked:
     """What `timeline` draws, at a place of a larger picture.
 
     Args:
         timelines: for each title its events.
         x, y, width: where to draw, in pixels.
+        notes: for each title what stands at the right of it, or in a line below it. With notes the lanes are
+            low, bars have words in place of numbers, and a lane is not named again in the next iteration.
     """
     scale_ms = max((one.makespan_ms for one in timelines.values()), default=0.0) or 1.0
     labels = {event.label for one in timelines.values() for event in one.events}
     parts, y = key(label_key(labels), x, y, width)
     grid_top = y
+    named: list[str] | None = None  # the lanes of the iteration above, which are named there
     for title, one in timelines.items():
         exposed = f" {short_time(one.exposed_ms)} exposed"
         *above, last = heading(title, f"{short_time(one.makespan_ms)},", width, exposed)
@@ -177,13 +216,20 @@ def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -
             y += LINE
         beside = element("tspan", exposed, fill=ALARM, font_weight=400)
         parts.append(text(x, y + 14, last, beside, bold=True))
+        if notes and BOLD * text_width(last) + text_width(f"{exposed}  {notes[title]}") <= width:
+            parts.append(text(x + width, y + 14, notes[title], anchor="end"))
+        elif notes:
+            y += LINE
+            parts.append(text(x, y + 14, notes[title]))
         y += LINE + 4
         end = x + width * one.makespan_ms / scale_ms
         top = y
-        for lane in sorted(one.lanes, key=lambda lane: lane != COMPUTE):
-            parts.append(text(x, y + 11, lane, fill=MUTED))
-            y += 15
-            bars, y = _lane(one, lane, x, y, width / scale_ms)
+        of_this = sorted(one.lanes, key=lambda lane: lane != COMPUTE)
+        for lane in of_this:
+            if not notes or of_this != named:
+                parts.append(text(x, y + 11, lane, fill=MUTED))
+                y += 15
+            bars, y = _lane(one, lane, x, y, width / scale_ms, LOW_LANE if notes else LANE)
             parts += bars
             if lane == NETWORK:
                 parts += [
@@ -191,6 +237,7 @@ def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -
                     for start, stop in alone(one)
                 ]
                 y += 6
+        named = of_this
         parts.append(line(end, top, end, y, INK, 1.4))
         y += 12
     return time_axis(labels, x, width, grid_top, y, scale_ms) + parts, y + 40
@@ -217,11 +264,11 @@ def time_axis(
     return axis(x, width, top, bottom, longest_ms, lambda ms: short(ms / in_ms), below)
 
 
-def _lane(timeline: Timeline, lane: str, x: float, y: float, px_per_ms: float) -> Stacked:
-    """The bars of one lane, in as many rows as are under way together."""
+def _lane(timeline: Timeline, lane: str, x: float, y: float, px_per_ms: float, height: float) -> Stacked:
+    """The bars of one lane, in as many rows as are under way together; in a low one words, not numbers."""
     events = [event for event in timeline.on(lane) if event.stop_ms > event.start_ms]
     row_of, rows = rows_of(events)
-    high = max(LANE / rows, LEAST_ROW)
+    high = max(height / rows, LEAST_ROW)
     parts: list[str] = []
     short_ones: list[list[Event]] = [[] for _ in range(rows)]
     for event, row in zip(events, row_of):
@@ -234,7 +281,9 @@ def _lane(timeline: Timeline, lane: str, x: float, y: float, px_per_ms: float) -
         left, gap = x + px_per_ms * event.start_ms, 0.6 if wide >= 4 else 0.0
         colour = label_colour(event.label)
         parts.append(bar(left, y + row * high, wide - gap, high - 1, colour, hint))
-        if text_width(number) + 2 <= wide:
+        if height == LOW_LANE:
+            number = event.label if event.bucket is None else ""
+        if number and text_width(number) + 2 <= wide:
             middle, base = left + wide / 2, y + (row + 0.5) * high + 4
             parts.append(text(middle, base, number, fill=text_colour_on(colour), anchor="middle"))
     for row, few in enumerate(short_ones):

@@ -18,6 +18,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `cluster`: links and devices, and how long each collective takes on them;
 - `kernels`: what a transformer computes, and what limits it: arithmetic, attention, memory;
 - `price`: how long each operation of a schedule takes on a cluster;
+- `held`: what a rank holds during an iteration, by kind;
 - `play`: a schedule on a cluster: times, memory over time, the critical path, slow ranks;
 - `trace`: timelines as a file that Perfetto shows;
 - `sensitivity`: which circumstance changes the conclusion, and what would make an iteration faster;
@@ -25,6 +26,8 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `logs`: such times from what nccl-tests and others print;
 - `spread`: how far a prediction may be off, from published runs;
 - `scenario`: all of it together, from a model's name to memory, traffic and time;
+- `stages`: one such run under DDP and each stage, to choose among them;
+- `tree`: a decision tree as a value: questions, and an advice at each end;
 - `search`: every way to train a model on a cluster, and the best of them;
 - `options`: an option of such a run, defined once: with the field that keeps its value;
 - `published`: runs that others published;

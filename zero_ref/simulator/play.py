@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zero_ref.simulator.cluster import Cluster
+from zero_ref.simulator.held import held_over_time
 from zero_ref.simulator.operations import COMPUTE, NETWORK, Operation
 from zero_ref.simulator.price import Price, Workload, price
 from zero_ref.simulator.schedule import Schedule
@@ -131,53 +131,28 @@ class Played:
         """Where nothing overlaps, the side stream computes in the same lane as backward."""
         return COMPUTE if one.lane != NETWORK and not self.overlaps else one.lane
 
-    def memory(
-        self,
-        rank: int = 0,
-        held_bytes: int | None = None,
-        *,
-        gradients_stay: bool = False,
-        loss_bytes: int = 0,
-        meanwhile: Mapping[str, int] = MappingProxyType({}),
-    ) -> list[tuple[float, int]]:
+    def memory(self, rank: int = 0, held_bytes: int | None = None) -> list[tuple[float, int]]:
         """Bytes that a rank holds, each time they change: (milliseconds, bytes from then on).
 
         Args:
             held_bytes: at the beginning; None for the rank's parameters and optimizer state.
-            gradients_stay: gradients lie in DDP's buckets for good: `held_bytes` contains them, backward
-                allocates none and nothing frees them.
-            loss_bytes: what head and loss take, from the end of forward through the first part of backward.
-            meanwhile: by the label of an operation, bytes that are there while it lasts; in the first part of
-                backward the larger of the two.
         """
-        if held_bytes is None:
-            held_bytes = self.schedule.parameter_bytes[rank] + self.schedule.state_bytes[rank]
-            held_bytes += self.schedule.gradient_bytes[rank] if gradients_stay else 0
-        changes: dict[float, int] = {0.0: 0}
-        after_forward = False
-        exchanged: set[int | None] = (
-            set()
-        )  # the parts of which an owner has its own already, to which it adds
-        for one, start, stop in self._of_rank(rank):
-            of_gradients = one.label in ("reduce", "step")
-            takes = 0 if gradients_stay and one.label == "backward" else one.takes
-            at = rank if one.ranks is None else rank % one.ranks
-            own = sum(nbytes for owner, nbytes in one.shares or () if owner == at) if one.op else 0
-            if one.op == "exchange":
-                own = 0 if one.part in exchanged else own
-                exchanged.add(one.part)
-            gives = 0 if gradients_stay and of_gradients else one.gives - own
-            on_top = meanwhile.get(one.label, 0)
-            if one.label == "backward" and after_forward:
-                on_top = max(on_top, loss_bytes)
-            after_forward = one.label == "forward" or (after_forward and one.lane == NETWORK)
-            changes[start] = changes.get(start, 0) + takes + on_top
-            changes[stop] = changes.get(stop, 0) - gives - on_top
-        curve = []
-        for moment in sorted(changes):
-            held_bytes += changes[moment]
-            curve.append((moment, held_bytes))
-        return curve
+        held = None if held_bytes is None else {"parameters": held_bytes}
+        return [(ms, sum(of_kind.values())) for ms, of_kind in self.memory_by_kind(rank, held)]
+
+    def memory_by_kind(
+        self, rank: int = 0, held: Mapping[str, int] | None = None, **options: Any
+    ) -> list[tuple[float, dict[str, int]]]:
+        """The same by kind: (milliseconds, bytes of each of `held.KINDS` from then on).
+
+        Args:
+            held: at the beginning, by kind; None for the rank's parameters and optimizer state.
+            options: as `held.held_over_time`.
+        """
+        if held is None:
+            parameter_bytes = self.schedule.parameter_bytes[rank]
+            held = {"parameters": parameter_bytes, "optimizer state": self.schedule.state_bytes[rank]}
+        return held_over_time(list(self._of_rank(rank)), rank, held, **options)
 
     @cached_property
     def critical_path(self) -> tuple[Wait, ...]:

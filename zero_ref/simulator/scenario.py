@@ -522,15 +522,38 @@ class SimulatedRun:
 
     def memory_curve(self, rank: int) -> list[tuple[float, int]]:
         """Bytes in a rank's tensors over time, as `Played.memory`."""
+        return [(ms, sum(of_kind.values())) for ms, of_kind in self._tensors(rank)]
+
+    def memory_by_kind(self, rank: int | None = None) -> list[tuple[float, dict[str, float]]]:
+        """Everything on a rank's device over time: (milliseconds, bytes of each kind from then on).
+
+        The kinds are those of `held.KINDS`, and "allocator, libraries", which is taken to be the same all the
+        time. The largest sum is `peak_bytes` if the peak is in the loss or in the update. If it is in the
+        backward of a block, the sum has gradients that `peak_bytes` does not count there, some percent more.
+
+        Args:
+            rank: None for the fullest.
+        """
+        rank = self.fullest if rank is None else rank
+        beside = self.memories[rank].allocator_bytes + self.memories[rank].library_bytes
+        return [(ms, {"allocator, libraries": beside, **of_kind}) for ms, of_kind in self._tensors(rank)]
+
+    def _tensors(self, rank: int) -> list[tuple[float, dict[str, int]]]:
+        """Bytes in a rank's tensors over time, by kind."""
         held, settings = self.memories[rank], self.scenario.settings(self.strategy)
         stay = settings.gradients_stay
         sending = held.phase_bytes["sending"] - held.state_bytes - held.gradient_bytes
         step = held.phase_bytes["step"] - held.state_bytes - held.gradient_bytes
-        return self.played.memory(
+        return self.played.memory_by_kind(
             rank,
-            round(held.state_bytes + (held.gradient_bytes if stay else 0)),
+            {
+                "parameters": round(held.parameter_bytes + held.padding_bytes),
+                "optimizer state": round(held.master_bytes + held.moment_bytes + held.scalar_bytes),
+                "gradients": round(held.gradient_bucket_bytes + (held.gradient_bytes if stay else 0)),
+            },
             gradients_stay=stay,
-            loss_bytes=settings.head_bytes + settings.loss_bytes,
+            head_bytes=settings.head_bytes,
+            loss_bytes=settings.loss_bytes,
             meanwhile={
                 "backward": settings.block_bytes,
                 "step": round(step),

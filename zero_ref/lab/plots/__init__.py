@@ -8,9 +8,8 @@
 A picture decides nothing: partitions, bytes and losses are computed elsewhere and drawn here. Ranks have the
 same colour in every picture.
 
-`timeline`, `step_diagram`, `ring_rounds`, `memory_items`, `loads` and `balance_against_ranks` are drawn by
-`zero_ref.live`, as SVG and without matplotlib, and so are the explorers: a `Drawing` is drawn anew for each
-width. A notebook shows one that is the last line of a cell.
+Those that give a `Drawing` are drawn by `zero_ref.live`, as SVG and without matplotlib, and so are the
+explorers. A `Drawing` is drawn anew for each width, and a notebook shows one that is the last line of a cell.
 
 All others draw into the Axes that they are given, whoever made it, give it back, and touch no global state;
 `figure` makes one in a figure that a notebook shows when it is the last line of a cell.
@@ -20,9 +19,12 @@ Who owns what: `shard_map`, `loads`, `loads_by_rule`, `balance_against_ranks`, `
 What it costs: `memory_by_rank`, `ledger_stages`, `message_times`.
 What a collective costs: `ring_rounds`, `bytes_on_wire`, `time_against_bytes`.
 What a run gave: `loss_curves`, `predicted_against_measured`.
-When it happens: `timeline`. What moves to other ranks: `reshard`; who reads which bytes: `file_reads`.
-What a simulation says: `memory_curve`, `step_time_against_ranks`, `volume_against_ranks`,
-`memory_against_ranks`, `memory_items`. How far it can be trusted: `scatter`, `sensitivity`.
+When it happens: `timeline`, `stages_timeline`. What moves to other ranks: `reshard`; who reads which bytes:
+`file_reads`.
+What a simulation says: `memory_curve`, `memory_over_time`, `step_time_against_ranks`,
+`volume_against_ranks`, `memory_against_ranks`, `memory_items`.
+How far it can be trusted: `scatter`, `sensitivity`.
+What to choose: `decision_tree`.
 How gradients go to shards: `gradient_memory`, `reductions_against_ranks`, `hybrid_groups`.
 What clipping does: `norms_together`. What a weight of few bits holds: `rounded_values`.
 Who still has data: `shadow_grid`.
@@ -49,13 +51,15 @@ from zero_ref.lab.plots._simulated import StepParts, memory_curve, step_parts, s
 from zero_ref.lab.plots._style import Picture, figure, panels, save
 from zero_ref.lab.plots._volume import memory_against_ranks, volume_against_ranks
 from zero_ref.lab.plots._wire import bytes_on_wire, time_against_bytes
-from zero_ref.live.lanes import timeline
+from zero_ref.live.lanes import stages_timeline, timeline
 from zero_ref.live.loads import balance_against_ranks, loads
 from zero_ref.live.memory import memory_items
+from zero_ref.live.memory_over_time import memory_over_time
 from zero_ref.live.palette import rank_colour, text_colour_on
 from zero_ref.live.ring import ring_rounds
 from zero_ref.live.step import step_diagram
 from zero_ref.live.svg import Drawing
+from zero_ref.live.tree import decision_tree
 
 __all__ = [
     "figure",
@@ -79,6 +83,7 @@ __all__ = [
     "loss_curves",
     "predicted_against_measured",
     "timeline",
+    "stages_timeline",
     "memory_curve",
     "StepParts",
     "step_parts",
@@ -86,6 +91,8 @@ __all__ = [
     "volume_against_ranks",
     "memory_against_ranks",
     "memory_items",
+    "memory_over_time",
+    "decision_tree",
     "gradient_memory",
     "reductions_against_ranks",
     "hybrid_groups",

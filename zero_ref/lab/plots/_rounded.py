@@ -35,7 +35,7 @@ def rounded_values(
 
     Args:
         exact: the value before the first step and after each, without rounding.
-        held: name of a way to round -> the value before the first step and after each; at most 3 ways.
+        held: name of a way to round -> the value before the first step and after each; at most 4 ways.
         grid: the values that there are, ascending, at least 2.
     Raises:
         ValueError: there are no or too many ways, not as many values as in `exact`, less than two values in
@@ -77,8 +77,8 @@ def rounded_values(
 
 
 def _check(exact: Sequence[float], held: Mapping[str, Sequence[float]], grid: Sequence[float]) -> None:
-    if not 1 <= len(held) <= 3:
-        raise ValueError(f"{len(held)} ways to round do not fit: draw 1 to 3.")
+    if not 1 <= len(held) <= 4:
+        raise ValueError(f"{len(held)} ways to round do not fit: draw 1 to 4.")
     if len(grid) < 2 or any(low >= high for low, high in pairwise(grid)):
         raise ValueError(f"the grid {list(grid)[:6]}: it needs at least two values, in ascending order.")
     for name, values in held.items():
