@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from functools import partial
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 from all_pictures import FOUR, MEASURED, NUMELS, TREE, many, runs_of
@@ -27,9 +29,10 @@ from zero_ref.live.palette import (
     RANK_COLOURS,
     SERIES_COLOURS,
     rank_colour,
+    tint,
 )
 from zero_ref.live.ring import ring_states
-from zero_ref.live.step import PHASES
+from zero_ref.live.step import AVERAGED, GATHERED, PHASES
 from zero_ref.live.svg import MARGIN, Drawing
 from zero_ref.plan.choice import RULES
 from zero_ref.plan.partition import Partition
@@ -336,6 +339,82 @@ def test_each_owner_sends_to_every_other_rank() -> None:
     drawing = plots.step_diagram(sorted_greedy([60, 50, 40], 3), phases=["broadcast"])
     assert Counter(one.get("fill") for one in found(drawing, "polygon")) == dict.fromkeys(RANK_COLOURS[:3], 2)
     assert "One rank: nothing to send" in written(plots.step_diagram(sorted_greedy([5], 1)))
+
+
+WHO = RANK_COLOURS[:3]
+
+
+def fills(drawing: Drawing) -> list[Counter[str]]:
+    """The colours of the boxes in each strip, from the top down; "" for what is not held."""
+    strips: dict[float, Counter[str]] = {}
+    for one in found(drawing, "rect"):
+        if one.get("width") != "7":  # the hatching
+            empty = one.get("stroke-dasharray") is not None  # with a border, half a pixel further down
+            y = round(number(one, "y") - 0.5 * empty, 1)
+            strips.setdefault(y, Counter())["" if empty else one.attrib["fill"]] += 1
+    return list(strips.values())
+
+
+def test_in_stage_3_a_rank_has_its_own_pieces_and_for_a_moment_one_block() -> None:
+    partition = plots.cut_each([60, 30, 60], 3)
+    one = partial(plots.step_diagram, partition, stage=3)
+    for rank, strip in enumerate(fills(one(phases=["step"]))):
+        assert strip == {WHO[rank]: 3, "": 6}
+    for rank, strip in enumerate(fills(one(phases=["forward"]))):
+        lent = {tint(colour, GATHERED): 1 for owner, colour in enumerate(WHO) if owner != rank}
+        assert strip == {WHO[rank]: 3, **lent, "": 4}
+    backward = one(phases=["backward"])
+    assert len(fills(backward)) == 6
+    for rank, strip in enumerate(fills(backward)[1::2]):
+        # The last block's gradients are averaged, the middle one's are whole, the first one's are not there.
+        assert strip == {tint(WHO[rank], AVERAGED): 1, FAINT: 3, "": 2 + 3}
+    assert not [one for one in found(backward, "rect") if one.attrib["fill"].startswith("url")]
+
+
+def test_in_stage_2_all_have_the_parameters_and_owners_the_averaged_gradients() -> None:
+    partition = sorted_greedy([60, 30, 20], 3)
+    one = partial(plots.step_diagram, partition, stage=2)
+    everything = dict.fromkeys(WHO, 1)
+    assert fills(one(phases=["forward"])) == [everything] * 3 == fills(one(phases=["equal"]))
+    backward = fills(one(phases=["backward"]))
+    assert backward[::2] == [everything] * 3
+    assert backward[1::2] == [
+        {"": 2, FAINT: 1}, {"": 2, FAINT: 1}, {"": 1, FAINT: 1, tint(WHO[2], AVERAGED): 1}
+    ]  # fmt: skip
+    assert held(one(phases=["step"])) == held(plots.step_diagram(partition, phases=["step"]))
+
+
+@pytest.mark.parametrize(("phase", "to_owner"), [("forward", False), ("backward", True)])
+def test_arrows_lead_from_owners_in_forward_and_to_owners_in_backward(phase: str, to_owner: bool) -> None:
+    drawing = plots.step_diagram(plots.cut_each([60, 60], 3), stage=3, phases=[phase])
+    solid = [one for one in found(drawing, "rect") if one.get("stroke") is None and one.get("width") != "7"]
+    tops = sorted({number(one, "y") for one in solid})
+    strips = tops[1::2] if phase == "backward" else tops
+    ends: Counter[tuple[str, int]] = Counter()
+    for one in found(drawing, "polygon"):
+        y = float(one.attrib["points"].split()[-1].split(",")[1])
+        ends[one.attrib["fill"], max(rank for rank, top in enumerate(strips) if top <= y)] += 1
+    wanted = {
+        (WHO[owner], rank): 2 if to_owner else 1
+        for owner in range(3) for rank in range(3) if (owner == rank) == to_owner
+    }  # fmt: skip
+    assert ends == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 4}, "stage 4 is not drawn"),
+        ({"stage": 3, "phases": ["broadcast"]}, "choose of forward, backward, step"),
+        ({"stage": 3, "lost": [0]}, "stage 3 sends no new parameters"),
+        ({"stage": 3, "blocks": [[0], [0]]}, "each of the 2 parameters once"),
+    ],
+)
+def test_a_step_that_a_stage_does_not_have_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plots.step_diagram(plots.cut_each([6, 6], 2), **options)
+    with pytest.raises(ValueError, match="rank 0 is given none of them"):
+        plots.cut_each([1], 2)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_a_plot_has_the_same_pixels_every_time(name: str, tmp_path: Path) -> Non
 
 NO_PICTURES = {
     "figure", "panels", "save", "Picture", "Drawing", "StepParts", "step_parts", "Crossing", "Read",
-    "rank_colour", "text_colour_on",
+    "rank_colour", "text_colour_on", "cut_each",
 }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def held_over_time(
         kind = MEANWHILE.get(one.label, "communication")
         changes.add_while(kind, meanwhile.get(one.label, 0), begin, stop)
         changes.add_of(one, begin, stop)
-    return changes.summed(dict.fromkeys(KINDS, 0) | held)
+    return changes.summed(dict.fromkeys(KINDS, 0) | dict(held))
 
 
 def _is_part_of_backward(one: Operation) -> bool:

@@ -57,7 +57,7 @@ from zero_ref.live.memory import memory_items
 from zero_ref.live.memory_over_time import memory_over_time
 from zero_ref.live.palette import rank_colour, text_colour_on
 from zero_ref.live.ring import ring_rounds
-from zero_ref.live.step import step_diagram
+from zero_ref.live.step import cut_each, step_diagram
 from zero_ref.live.svg import Drawing
 from zero_ref.live.tree import decision_tree
 
@@ -72,6 +72,7 @@ __all__ = [
     "loads_by_rule",
     "balance_against_ranks",
     "step_diagram",
+    "cut_each",
     "flat_layout",
     "groups_grid",
     "memory_by_rank",
