@@ -43,4 +43,3 @@ def test_a_notebook_shows_it_in_colour_and_a_terminal_as_it_is() -> None:
     shown = source_of(MinimalZero.step)
     assert repr(shown) == shown.text
     assert shown._repr_markdown_() == f"```python\n{shown.text}\n```"
-
