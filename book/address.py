@@ -4,8 +4,8 @@
     python book/address.py --check    # fail if one of them says anything else; `make lint` does this
 
 The book reads the setting when it is built, so this is a Sphinx extension too: each chapter gets buttons that
-open it on Colab and on Binder. Until there is an address there are no buttons, and the notebooks say how to
-install the package from a clone. Standard library only.
+open it on Colab and on Binder. Until there is an address there are no buttons, and the notebooks say the one
+line that installs the package from a clone. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BRANCH = "main"
 COLAB, BINDER = "https://colab.research.google.com", "https://mybinder.org"
+KAGGLE = "https://www.kaggle.com/kernels/welcome"
 GITHUB = re.compile(r"https://github\.com/[\w.-]+/[\w.-]*[\w-](?<!\.git)")
 HERE_IN_README = re.compile(r"(?<=<!-- address -->\n).*?(?=<!-- end -->\n)", re.DOTALL)
 HERE_IN_CITATION = re.compile(r"^(?:repository-code: .*\n)?version: ", re.MULTILINE)
@@ -48,35 +49,57 @@ def read_address(root: Path = ROOT) -> str | None:
 def install_cell(address: str | None) -> str:
     """The source of a notebook's first code cell: installs the package and its course if they are missing.
 
+    While there is no address, it says the one line that does. In a clone that line has the clone's folder.
+
     >>> print(install_cell("https://github.com/OWNER/NAME"))
-    # On Colab this installs the package. Where it is installed it does nothing.
+    # On Colab and Kaggle this installs the package, unless it is installed already.
+    from importlib import invalidate_caches
     from importlib.util import find_spec
     <BLANKLINE>
     address = "git+https://github.com/OWNER/NAME"
     if find_spec("zero_ref_course") is None:
         %pip install --quiet "zero_ref[lab] @ {address}"
         %pip install --quiet "zero_ref_course @ {address}#subdirectory=zero_ref_course"
+        invalidate_caches()
+        if find_spec("zero_ref_course") is None:
+            raise ModuleNotFoundError(
+                "pip has not installed the package: its lines above say why. On Kaggle, "
+                "turn on Internet in the notebook's settings, then run this cell again."
+            )
     """
     if address is None:
         return (
             "# The package comes with the repository. Where it is installed this does nothing.\n"
-            "import os\n"
             "from importlib.util import find_spec\n"
+            "from pathlib import Path\n"
             "\n"
             'if find_spec("zero_ref_course") is None:\n'
+            "    folders = [Path.cwd(), *Path.cwd().parents]\n"
+            '    clones = [one for one in folders if (one / "zero_ref_course").is_dir()]\n'
+            '    clone = clones[0] if clones else "CLONE"\n'
+            '    meaning = "" if clones else " (CLONE is the folder of your clone)"\n'
             "    raise ModuleNotFoundError(\n"
-            '        "The package is not installed here. To open this folder where it is, run "\n'
-            """        f'`make notebook FOLDER="{os.getcwd()}"` in a clone of the repository.'\n"""
+            '        "The package is not installed here. Run this line in a new cell, on Colab "\n'
+            """        f'and Kaggle too: %pip install "{clone}[lab]" "{clone}/zero_ref_course"'\n"""
+            """        f"{meaning}. In a terminal in a clone of the repository, run "\n"""
+            """        f'`make notebook FOLDER="{folders[0]}"`, which installs it too.'\n"""
             "    )"
         )
     return (
-        "# On Colab this installs the package. Where it is installed it does nothing.\n"
+        "# On Colab and Kaggle this installs the package, unless it is installed already.\n"
+        "from importlib import invalidate_caches\n"
         "from importlib.util import find_spec\n"
         "\n"
         f'address = "git+{address}"\n'
         'if find_spec("zero_ref_course") is None:\n'
         '    %pip install --quiet "zero_ref[lab] @ {address}"\n'
-        '    %pip install --quiet "zero_ref_course @ {address}#subdirectory=zero_ref_course"'
+        '    %pip install --quiet "zero_ref_course @ {address}#subdirectory=zero_ref_course"\n'
+        "    invalidate_caches()\n"
+        '    if find_spec("zero_ref_course") is None:\n'
+        "        raise ModuleNotFoundError(\n"
+        '            "pip has not installed the package: its lines above say why. On Kaggle, "\n'
+        """            "turn on Internet in the notebook's settings, then run this cell again."\n"""
+        "        )"
     )
 
 
@@ -86,10 +109,12 @@ def readme_lines(address: str | None) -> str:
         return "Run them in a clone of this repository.\n"
     name = address.removeprefix("https://github.com/")
     colab = f"{COLAB}/github/{name}/blob/{BRANCH}/notebooks/01_ledger.ipynb"
+    kaggle = f"{KAGGLE}?src={address}/blob/{BRANCH}/notebooks/01_ledger.ipynb"
     binder = f"{BINDER}/v2/gh/{name}/{BRANCH}?urlpath=lab/tree/notebooks"
     return (
         f"Run them in a clone: `git clone {address}`. To work through the chapters with nothing installed,\n"
-        f"open them [on Colab]({colab})\n"
+        f"open them [on Colab]({colab}),\n"
+        f"[on Kaggle]({kaggle})\n"
         f"or [on Binder]({binder}).\n"
     )
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -106,6 +107,11 @@ def test_the_example_of_a_cell_is_what_a_cell_is() -> None:
 
 
 @pytest.mark.parametrize("where", [None, ELSEWHERE])
+def test_the_cell_is_as_wide_as_a_chapter_allows(where: str | None) -> None:
+    assert max(map(len, address.install_cell(where).splitlines())) <= 86
+
+
+@pytest.mark.parametrize("where", [None, ELSEWHERE])
 def test_the_cell_does_nothing_where_the_package_is(where: str | None) -> None:
     source = TransformerManager().transform_cell(address.install_cell(where))
     commands: list[str] = []
@@ -114,26 +120,69 @@ def test_the_cell_does_nothing_where_the_package_is(where: str | None) -> None:
     assert commands == []
 
 
-@pytest.mark.parametrize("where", [None, ELSEWHERE])
-def test_where_the_package_is_missing_the_cell_installs_it_or_says_how(
-    where: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def run_where_the_package_is_missing(where: str | None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run the cell; gives the commands that it ran. Nothing is installed, so in the end it raises."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     source = TransformerManager().transform_cell(address.install_cell(where))
     commands: list[str] = []
     ipython = SimpleNamespace(run_line_magic=lambda *words: commands.append(" ".join(words)))
-    if where is None:
-        here = re.escape(f'`make notebook FOLDER="{os.getcwd()}"` in a clone of the repository')
-        with pytest.raises(ModuleNotFoundError, match=here):
-            exec(source, {"get_ipython": lambda: ipython})
-        assert 'jupyter lab "$(FOLDER)"' in (ROOT / "Makefile").read_text()
-    else:
+    with pytest.raises(ModuleNotFoundError) as raised:
         exec(source, {"get_ipython": lambda: ipython})
-        # IPython puts the value in for {address} before pip sees the line.
-        assert commands == [
-            'pip install --quiet "zero_ref[lab] @ {address}"',
-            'pip install --quiet "zero_ref_course @ {address}#subdirectory=zero_ref_course"',
-        ]
+    return [*commands, str(raised.value)]
+
+
+def test_where_the_package_is_missing_the_cell_installs_it_and_says_if_it_could_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    *commands, told = run_where_the_package_is_missing(ELSEWHERE, monkeypatch)
+    # IPython puts the value in for {address} before pip sees the line.
+    assert commands == [
+        'pip install --quiet "zero_ref[lab] @ {address}"',
+        'pip install --quiet "zero_ref_course @ {address}#subdirectory=zero_ref_course"',
+    ]
+    assert "On Kaggle, turn on Internet" in told
+
+
+def test_where_pip_has_installed_it_the_cell_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[object] = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found[0] if found else None)
+    ipython = SimpleNamespace(run_line_magic=lambda *words: found.append(words))
+    exec(
+        TransformerManager().transform_cell(address.install_cell(ELSEWHERE)), {"get_ipython": lambda: ipython}
+    )
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("folder", ["notebooks", "."])
+def test_without_an_address_the_cell_says_the_one_line_that_installs_from_a_clone(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT / folder)
+    (told,) = run_where_the_package_is_missing(None, monkeypatch)
+    assert f': %pip install "{ROOT}[lab]" "{ROOT}/zero_ref_course". ' in told
+    assert f'in a clone of the repository, run `make notebook FOLDER="{os.getcwd()}"`' in told
+    assert 'jupyter lab "$(FOLDER)"' in (ROOT / "Makefile").read_text()
+    for project, name in ((ROOT, "zero_ref"), (ROOT / "zero_ref_course", "zero_ref_course")):
+        made = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+        assert made["name"] == name
+        assert name != "zero_ref" or "lab" in made["optional-dependencies"]
+
+
+def test_outside_of_a_clone_it_says_what_to_put_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (told,) = run_where_the_package_is_missing(None, monkeypatch)
+    assert '%pip install "CLONE[lab]" "CLONE/zero_ref_course" (CLONE is the folder of your clone)' in told
+
+
+def test_the_readme_links_to_where_a_chapter_opens_with_nothing_installed() -> None:
+    told = address.readme_lines(ELSEWHERE)
+    chapter = "/blob/main/notebooks/01_ledger.ipynb"
+    assert f"https://colab.research.google.com/github/example/sharded-books{chapter}" in told
+    assert f"https://www.kaggle.com/kernels/welcome?src={ELSEWHERE}{chapter}" in told
+    assert "https://mybinder.org/v2/gh/example/sharded-books/main" in told
+    assert "kaggle" not in address.readme_lines(None).lower()
 
 
 @pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
@@ -143,7 +192,8 @@ def test_a_notebook_imports_the_package_only_after_it_is_installed(notebook: Pat
     assert tags[0] == ["install", "remove-cell"]
     assert [cell for cell in tags[1:] if "install" in cell] == []
     imports = ast.walk(ast.parse(TransformerManager().transform_cell("".join(code[0]["source"]))))
-    assert [node.module for node in imports if isinstance(node, ast.ImportFrom)] == ["importlib.util"]
+    modules = {node.module for node in imports if isinstance(node, ast.ImportFrom)}
+    assert modules <= {"importlib", "importlib.util", "pathlib"}
 
 
 def test_the_book_has_buttons_if_there_is_an_address_and_none_if_not(monkeypatch: pytest.MonkeyPatch) -> None:

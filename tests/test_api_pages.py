@@ -73,6 +73,7 @@ NOT_FOR_READERS = {
         *("keeps_masters", "least_bytes", "shard_saves", "strategies_of"),
     },
     "zero_ref.lab.own": {"OwnLoop", "OwnTrainable"},
+    "zero_ref.lab.source": {"Source", "without_docstrings"},
     "zero_ref.lab.stage_3": {"load_whole", "shard", "whole"},
     "zero_ref.lab.strategies": {"BehindAStep", "Observed", "Sharded"},
     "zero_ref.lab.meter": {"gather_from_ranks", "loopback_is_private", "memory_of", "raise_loopback"},

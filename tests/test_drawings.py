@@ -172,8 +172,8 @@ def test_the_key_names_what_is_there_and_words_of_one_colour_together() -> None:
     drawing = plots.timeline({"ddp": played("ddp").timeline(), "3": played("zero-3").timeline()})
     words = [word for word in written(drawing) if word in ("forward", "backward", "step", "reduce", "gather")]
     assert words == ["forward", "backward", "step", "reduce", "gather"]
-    assert "ms since the beginning of the iteration" in written(drawing)
-    assert "ms since the beginning of backward" in written(plots.timeline({"one": simulate(FOUR, "plain")}))
+    assert "ms since the iteration began" in written(drawing)
+    assert "ms since backward began" in written(plots.timeline({"one": simulate(FOUR, "plain")}))
 
 
 def test_computing_is_above_the_network_though_stage_3_begins_with_a_message() -> None:

@@ -209,14 +209,18 @@ def test_ranks_have_their_colours_and_many_ranks_an_outline() -> None:
     assert EXPLORERS["partition"].answer(ranks=1024).svg.count("<polygon") == 3
 
 
-def test_a_strategy_greys_out_what_it_has_no_use_for() -> None:
+def test_a_strategy_greys_out_what_it_has_no_use_for_and_says_why() -> None:
     for strategy, way, idle in [
-        ("zero-2", "in_forward", ["bucket_mb"]),
-        ("zero-2", "interleaved", ["bucket_mb"]),
-        ("zero-even", "interleaved", []),
-        ("zero-even", "in_forward", []),
-        ("ddp", "plain", ["way"]),
-        ("zero-3", "plain", ["way", "bucket_mb"]),
+        ("zero-2", "in_forward", {"bucket_mb": "zero-2 runs without DDP, whose buckets these are"}),
+        ("zero-2", "interleaved", {"bucket_mb": "zero-2 runs without DDP, whose buckets these are"}),
+        ("zero-even", "interleaved", {}),
+        ("zero-even", "in_forward", {}),
+        ("ddp", "plain", {"way": "ddp has one way to update"}),
+        (
+            "zero-3",
+            "plain",
+            {"way": "zero-3 has one way to update", "bucket_mb": "zero-3 reduces block by block"},
+        ),
     ]:
         assert EXPLORERS["overlap"].answer(strategy=strategy, way=way).idle == idle
 

@@ -85,7 +85,7 @@ def test_the_picture_is_an_output_of_its_own_that_each_change_replaces(screen: S
     assert shown(exploration) != before
 
 
-def test_controls_without_effect_are_greyed_out() -> None:
+def test_controls_without_effect_are_greyed_out_and_say_why() -> None:
     exploration = explore("overlap", model="mlp-tiny", ranks=4)
     for strategy, without_effect in {
         "zero-even": [],
@@ -96,6 +96,8 @@ def test_controls_without_effect_are_greyed_out() -> None:
         exploration.controls["strategy"].value = strategy
         greyed = [name for name, control in exploration.controls.items() if control.disabled]
         assert greyed == without_effect, strategy
+        for name, control in exploration.controls.items():
+            assert control.tooltip == exploration.answer.idle.get(name)
 
 
 def test_while_the_book_is_built_a_cell_gives_the_piece_of_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,7 @@ CHAPTER_OF = {
     "zero_ref.lab.meter.timing": 5,
     "zero_ref.lab.rpc_meter": 18,
     "zero_ref.lab.recorder": 6,
+    "zero_ref.lab.source": 4,
     "zero_ref.lab.drift": 17,
     "zero_ref.lab.model": 1,
     "zero_ref.lab.config": 0,

@@ -49,6 +49,7 @@ def add_script(app: Sphinx) -> None:
     """The slider's always; the one that starts Python if there is something for it to start."""
     app.add_js_file("live/frames.js", loading_method="defer", priority=900)
     if PYODIDE.is_file():
+        app.add_js_file("live/python.js", loading_method="defer", priority=400)
         app.add_js_file("live/explorer.js", loading_method="defer")
     else:
         logging.getLogger(__name__).info("book/vendor/ has no Pyodide: explorers will stand still")

@@ -72,6 +72,7 @@ class Exploration:
     def _idle(self) -> None:
         for name, control in self.controls.items():
             control.disabled = name in self.answer.idle
+            control.tooltip = self.answer.idle.get(name)  # why it is greyed
 
     def _picture(self) -> HTML:
         return HTML(f"{self.answer.svg}<p>{self.answer.words}</p>")

@@ -118,14 +118,14 @@ class Answer:
         words: what it shows, in a sentence or two; they are read aloud to who cannot see it.
         table: the numbers for reading, a heading first.
         numbers: the same and more, as they come out of the package.
-        idle: controls that change nothing at this setting.
+        idle: why a control changes nothing at this setting, for each that does not.
     """
 
     svg: str
     words: str
     table: Sequence[Sequence[str]]
     numbers: Mapping[str, float]
-    idle: Sequence[str] = ()
+    idle: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """For a page: JSON."""

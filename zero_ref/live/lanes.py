@@ -257,10 +257,7 @@ def time_axis(
 ) -> list[str]:
     """Grid lines of time, all in the unit that suits the longest; `labels` say where the time begins."""
     unit, in_ms = time_unit(longest_ms)
-    below = f"{unit} since the beginning"
-    longer = f"{below} of {'the iteration' if 'forward' in labels else 'backward'}"
-    if text_width(longer) <= width:
-        below = longer
+    below = f"{unit} since {'the iteration' if 'forward' in labels else 'backward'} began"
     return axis(x, width, top, bottom, longest_ms, lambda ms: short(ms / in_ms), below)
 
 

@@ -56,9 +56,11 @@ def _draw(
         f"{_written(links.within)}."
     )
     parts, bottom = lanes(timelines, MARGIN, 14.0, width - 2 * MARGIN)
-    idle = [] if len(how.ways) > 1 else ["way"]
-    if how.stage == 3 or how.without_ddp:
-        idle.append("bucket_mb")
+    idle = {} if len(how.ways) > 1 else {"way": f"{strategy} has one way to update"}
+    if how.stage == 3:
+        idle["bucket_mb"] = f"{strategy} reduces block by block"
+    elif how.without_ddp:
+        idle["bucket_mb"] = f"{strategy} runs without DDP, whose buckets these are"
     return Answer(picture(width, bottom, words, parts), words, rows, numbers, idle)
 
 

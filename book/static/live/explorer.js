@@ -2,33 +2,8 @@
 // (Pyodide) is fetched from this site and runs the package itself, in a worker, one for all explorers of a page.
 // Everything that is computed or drawn comes from zero_ref.live; here are only the controls.
 (() => {
-  const root = new URL("../", document.currentScript.src).href;
+  const { ask, COST } = window.zeroPython;
   const WAITS_MS = 150; // while a window is being resized
-
-  let worker;
-  let asked = 0;
-  const waiting = new Map();
-
-  function ask(question) {
-    if (!worker) {
-      worker = new Worker(`${root}live/worker.js`);
-      worker.onmessage = ({ data: { id, result, error } }) => {
-        const { resolve, reject } = waiting.get(id);
-        waiting.delete(id);
-        if (error === undefined) resolve(result);
-        else reject(new Error(error));
-      };
-      worker.onerror = (event) => {
-        for (const { reject } of waiting.values()) reject(new Error(event.message || "the worker did not start"));
-        waiting.clear();
-        worker = undefined;
-      };
-    }
-    return new Promise((resolve, reject) => {
-      waiting.set(++asked, { resolve, reject });
-      worker.postMessage({ id: asked, root, ...question });
-    });
-  }
 
   function make(tag, properties = {}, ...children) {
     const made = Object.assign(document.createElement(tag), properties);
@@ -60,7 +35,7 @@
       this.button = make("button", { type: "button", className: "explorer-start", textContent: "Move it yourself" });
       this.button.onclick = () => this.start();
       this.note.append(this.button, make("span", { className: "explorer-cost" }));
-      this.say("fetches Python, 12 MB, once, from this site");
+      this.say(COST);
       section.dataset.state = "still";
     }
 
@@ -68,10 +43,6 @@
       this.button.disabled = true;
       this.say("Python is starting …");
       this.section.dataset.state = "starting";
-      if (location.protocol === "file:") {
-        this.fail("a browser starts Python only on pages from a server. In the book's folder run python -m http.server, and open http://localhost:8000");
-        return;
-      }
       try {
         for (const control of await ask({ name: this.name })) this.add(control);
         this.controls.hidden = false;
@@ -139,6 +110,8 @@
       const caption = make("label", { htmlFor: id, textContent: label });
       const one = make("div", { className: `explorer-control explorer-${kind}` }, caption, input);
       if (kind === "slider") one.append(shown);
+      one.append(make("span", { className: "explorer-why", id: `${id}-why` }));
+      input.setAttribute("aria-describedby", `${id}-why`);
       this.controls.append(one);
     }
 
@@ -166,7 +139,10 @@
           this.picture.innerHTML = answer.svg;
           this.words.textContent = answer.words;
           this.table.replaceChildren(rows(answer.table));
-          for (const [name, input] of this.inputs) input.disabled = answer.idle.includes(name);
+          for (const [name, input] of this.inputs) {
+            input.disabled = name in answer.idle;
+            input.parentElement.querySelector(".explorer-why").textContent = answer.idle[name] ?? "";
+          }
           this.section.dataset.shown = asked;
         } while (this.again);
       } finally {

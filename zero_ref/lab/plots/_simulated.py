@@ -72,7 +72,7 @@ def memory_curve(
     with_levels(ax)
     numbered(ax.xaxis, short, MaxNLocator(6, steps=[1, 2, 5, 10]))
     numbered(ax.yaxis, short_bytes, MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    ax.set_xlabel("ms since the beginning of the iteration")
+    ax.set_xlabel("ms since the iteration began")
     end_labels(ax, peaks, colours, lambda nbytes: f"peak {short_bytes(nbytes)}")
     far_above = f" (the device has {short_bytes(device_bytes or 0)})" if far else ""
     ax.set_title(f"Bytes on a rank{far_above}")

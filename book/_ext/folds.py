@@ -1,0 +1,84 @@
+"""Sphinx extension: the bar of a folded cell says what is behind it.
+
+MyST-NB would write "Show code cell source" on every bar, and a reader could not tell the imports from the
+code of a picture. A cell says by itself what it is: by its id, by the caption or the alternative text of its
+picture, or else by a tag with the name of the kind. `BARS` has the kinds.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+from sphinx.util import logging
+
+BARS = {
+    "imports": "Imports",
+    "picture": "How this picture is drawn",
+    "checks": "The numbers above, checked",
+    "functions": "Functions that the next cells use",
+    "result": "How this result is computed",
+    "solution": "A solution",
+}
+"""For each kind of folded cell the words on its bar."""
+
+
+def kind_of(cell: dict[str, Any]) -> str | None:
+    """Which of BARS a cell is; None if nothing says so.
+
+    >>> kind_of({"id": "setup", "metadata": {}})
+    'imports'
+    >>> kind_of({"id": "run-asserts", "metadata": {"tags": ["hide-input"]}})
+    'checks'
+    >>> kind_of({"id": "tools", "metadata": {"tags": ["hide-input", "functions"]}})
+    'functions'
+
+    Args:
+        cell: of a notebook, as in its file.
+    """
+    metadata = cell["metadata"]
+    named = [tag for tag in metadata.get("tags", ()) if tag in BARS]
+    if named:
+        return str(named[0])
+    if cell["id"] == "setup":
+        return "imports"
+    if metadata.get("mystnb", {}).keys() & {"figure", "image"}:
+        return "picture"
+    return "checks" if cell["id"].endswith("-asserts") else None
+
+
+class NameBars(SphinxTransform):
+    """Puts the words on the bars of a page. MyST-NB makes the bars later, when the page is written."""
+
+    default_priority = 400
+
+    def apply(self, **kwargs: Any) -> None:
+        """Called for each page."""
+        folded = [one for one in self.document.findall(nodes.container) if one.get("hide_mode")]
+        if not folded:
+            return
+        path = Path(self.env.doc2path(self.env.docname))
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        for node in folded:
+            cell = cells[node["cell_index"]]
+            kind = kind_of(cell)
+            if kind is None:
+                logging.getLogger(__name__).warning(
+                    "cell %r is folded, and nothing says what it is: give it one of the tags %s",
+                    cell["id"],
+                    ", ".join(BARS),
+                    location=node,
+                )
+                continue
+            node["prompt_show"] = node["prompt_hide"] = BARS[kind]
+            node["classes"].append(f"fold-{kind}")
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register with Sphinx."""
+    app.add_transform(NameBars)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
