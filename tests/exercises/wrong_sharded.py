@@ -49,7 +49,8 @@ CHANGED = {
         ("all_shares", {"return shares[rank]": "return shares"}, r"must return a tensor as large as a share"),
     ],
     "sharded.hybrid_bytes": [
-        ("only_the_reduction", {"within = 2 * nbytes": "within = nbytes"}, r"new parameters are gathered too"),
+        ("only_the_reduction", {"within = 2 * nbytes": "within = nbytes"},
+         r"new parameters are gathered too"),
         ("all_gradients_between", {"nbytes / shard_group *": "nbytes *"}, r"only this rank's share travels"),
         ("one_way_between", {"within, 2 * nbytes": "within, nbytes"}, r"so it moves twice"),
         ("among_all_ranks", {"(shard_group - 1) / shard_group": "(world_size - 1) / world_size"},
