@@ -133,6 +133,7 @@ CHAPTER_OF = {
     "zero_ref.simulator.scenario": 17,
     "zero_ref.simulator.stages": 16,
     "zero_ref.simulator.tree": 16,
+    "zero_ref.simulator.which": 16,
     "zero_ref.simulator.search": 16,
     "zero_ref.lab.commands": 16,
     "zero_ref.simulator.sensitivity": 16,
