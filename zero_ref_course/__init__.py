@@ -45,6 +45,7 @@ CHAPTERS = (
     "overlap",
     "sharded",
     "stages",
+    "which_stage",
     "checkpoint",
     "clipping",
     "precision",

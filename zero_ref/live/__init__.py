@@ -21,10 +21,11 @@ from zero_ref.live.overlap import OVERLAP
 from zero_ref.live.partition import PARTITION
 from zero_ref.live.ring import RING
 from zero_ref.live.search import SEARCH
+from zero_ref.live.which import WHICH
 from zero_ref.simulator._checks import check_name
 
 EXPLORERS: dict[str, Explorer] = {
-    one.name: one for one in (MEMORY, RING, PARTITION, BUCKETS, OVERLAP, DESIGN, SEARCH)
+    one.name: one for one in (MEMORY, RING, PARTITION, BUCKETS, OVERLAP, WHICH, DESIGN, SEARCH)
 }
 
 
