@@ -195,6 +195,13 @@ def test_exercise_cells_have_their_ids_and_tags(notebook: Path) -> None:
     assert [cell for cell in tagged if cell[1] & {"exercise", "check", "solution"}] == expected
 
 
+@pytest.mark.parametrize("notebook", IN_CHAPTERS, ids=lambda path: path.stem)
+def test_every_exercise_says_how_hard_it_is(notebook: Path) -> None:
+    cells = json.loads(notebook.read_text())["cells"]
+    headings = [cell["source"][0].rstrip("\n") for cell in cells if cell["id"].endswith("-task")]
+    assert [heading for heading in headings if not re.search(r" \((easy|medium|hard)\)$", heading)] == []
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_task_has_a_hint_that_folds_in_jupyter_and_on_colab_too(notebook: Path) -> None:
     cells = json.loads(notebook.read_text())["cells"]
