@@ -150,6 +150,14 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "loads, nothing": lambda: plots.loads(sorted_greedy([0], 3)),
     "loads, 1,024 ranks": lambda: plots.loads(even([10**6], 1024), bytes_per_element=8),
     "loads, most own nothing": lambda: plots.loads(sorted_greedy(NUMELS, 1024), fullest_first=True),
+    "loads_compared": lambda: plots.loads_compared({"yours": [1100, 530], "right": [815, 815]}),
+    "loads_compared, long titles": lambda: plots.loads_compared(
+        {"your model, packed largest first": [700_000] * 3 + [1], "your model at best": [525_000] * 4}
+    ),
+    "loads_compared, nothing": lambda: plots.loads_compared({"yours": [0, 0], "right": [0, 0]}),
+    "loads_compared, 1,024 ranks": lambda: plots.loads_compared(
+        {"yours": range(1024), "right": [512] * 1024}
+    ),
     "balance_against_ranks": lambda: plots.balance_against_ranks(NUMELS, [1, 2, 4, 8]),
     "balance_against_ranks, bytes": lambda: plots.balance_against_ranks(
         [10**8, 10**6], POWERS, bytes_per_element=8

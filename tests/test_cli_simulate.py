@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from zero_ref import cli
 from zero_ref.cli import _common
 from zero_ref.lab.simulated import print_runs
 from zero_ref.simulator.cluster import CLUSTERS, cluster
+from zero_ref.simulator.held import PORTIONS
 from zero_ref.simulator.models import MODELS
+from zero_ref.simulator.operations import shared_out
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.trace import timelines_of
@@ -183,11 +186,14 @@ def test_the_trace_has_rank_0_the_fullest_rank_and_stragglers(
     of_zero = [f"zero-even, rank {rank}" for rank in sorted({0, fullest, 5})]
     assert list(lines) == [*of_zero, "ddp, rank 0", "ddp, rank 5"]
     assert lines["ddp, rank 5"].makespan_ms == pytest.approx(printed["ddp"]["iteration_ms"], abs=1e-5)
-    # Memory begins with what is held between iterations, and forward's activations on top.
+    # Memory begins with what is held between iterations, and forward adds its activations in equal portions.
     scenario = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8)
     run = scenario.run("ddp")
-    first = next(e for e in trace["traceEvents"] if e["ph"] == "C" and e["pid"] == len(of_zero) + 1)
-    assert first["args"]["bytes"] == run.memory.state_bytes + run.scenario.activations.blocks
+    events = (e for e in trace["traceEvents"] if e["ph"] == "C" and e["pid"] == len(of_zero) + 1)
+    counted = {e["ts"]: e["args"]["bytes"] for e in events}
+    (forward,) = [one for one in lines["ddp, rank 0"].events if one.label == "forward"]
+    added = [held - run.memory.state_bytes for us, held in counted.items() if us < 999.9 * forward.stop_ms]
+    assert added == list(accumulate(shared_out(run.scenario.activations.blocks, [1] * PORTIONS)))
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -676,6 +676,16 @@ def test_few_ranks_are_named_and_of_many_their_places() -> None:
     assert names(sorted_greedy(range(64), 64)) == ["1", "16", "32", "48", "64"]
 
 
+def test_loads_beside_each_other_are_on_one_scale_with_their_means() -> None:
+    drawing = plots.loads_compared({"yours": [6, 10], "right": [8, 8], "three ranks": [0, 5, 10]})
+    highs = [number(one, "height") for one in found(drawing, "rect") if hint(one)]
+    assert highs == pytest.approx([76 * load / 10 for load in (6, 10, 8, 8, 0, 5, 10)], abs=0.01)
+    means = [number(one, "y1") for one in found(drawing, "line", stroke_dasharray=MEAN)]
+    bases = [number(one, "y1") for one in found(drawing, "line", stroke=MUTED)]
+    levels = [base - mean for base, mean in zip(bases, means, strict=True)]
+    assert levels == pytest.approx([76 * 0.8, 76 * 0.8, 76 * 0.5], abs=0.01)
+
+
 def test_ranks_without_anything_are_counted() -> None:
     words = written(plots.loads(sorted_greedy([5, 4], 5)))
     assert "Fullest rank: 2.78 × the mean; 3 of 5 ranks own nothing" in words

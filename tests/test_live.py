@@ -27,6 +27,7 @@ from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import MIB, ddp_buckets, schedule
 from zero_ref.simulator.search import search
+from zero_ref.simulator.which import compared
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -138,6 +139,38 @@ def test_a_designed_cluster_runs_the_scenario() -> None:
         iterations * run.iteration_ms / 86_400_000
     )  # order of factors
     assert answer.numbers["GPU-hours"] == pytest.approx(8 * 24 * answer.numbers["days"])
+
+
+def test_which_stage_is_what_the_simulator_compares() -> None:
+    answer = EXPLORERS["which"].answer(
+        model="gpt2-xl", cluster="a100-ethernet", ranks=64, batch=2, sequence=1024, checkpointing="full",
+        accumulation=4,
+    )  # fmt: skip
+    scenario = Scenario(
+        MODELS["gpt2-xl"], CLUSTERS["a100-ethernet"], 64, 2, 1024, accumulation=4, checkpointing="full"
+    )
+    found = compared(scenario)
+    for name, run in found.runs.items():
+        assert answer.numbers[f"{name}, memory, bytes"] == run.peak_bytes
+        assert answer.numbers[f"{name}, sent, bytes"] == run.sent_bytes
+        assert answer.numbers[f"{name}, exposed, ms"] == run.exposed_ms
+        assert answer.numbers[f"{name}, update, ms"] == run.iteration_ms
+    assert answer.numbers["tokens to hide what all ranks gather"] == found.tokens_needed
+    assert f"choose {found.advice.name}. " in answer.words
+    assert [row[0] for row in answer.table[1:]] == list(found.runs)
+
+
+def test_which_stage_marks_its_advice_and_says_what_a_faster_way_would_save() -> None:
+    answer = EXPLORERS["which"].answer(model="gpt2-xl", cluster="rtx4090-10gbe", ranks=8, sequence=2048)
+    assert "choose stage 2. " in answer.words
+    assert "hybrid would take 3,108 ms, 35% less." in answer.words
+    assert "▸ stage 2" in written(answer)
+    too_large = EXPLORERS["which"].answer(model="llama3-405b")
+    assert too_large.words.endswith("which is too much. Advice: beyond ZeRO.")
+    assert not any(words.startswith("▸") for words in written(too_large))
+    alike = EXPLORERS["which"].answer(model="gpt2", sequence=1024, batch=16, checkpointing="selective")
+    assert "choose DDP. " in alike.words
+    assert alike.words.endswith("which is about the same.")
 
 
 # ----------------------------------------------------------------------------------------------- pictures

@@ -196,6 +196,12 @@ def test_scripts_and_marks_beside_headings_are_left_out(pages: Path) -> None:
     assert 'let x = "<p>"' not in written
 
 
+def test_a_cell_to_try_is_a_cell_like_others_where_no_python_runs() -> None:
+    cell = '<div class="cell tag_try-it"><pre>print(2)</pre>{}<pre>2</pre></div>'
+    told = '<script type="application/json" class="try-it">{"source": "print(2)"}</script>'
+    assert offline.Article("a.html", cell.format(told), set(), Path()).written == cell.format("")
+
+
 def test_characters_written_by_number_stay() -> None:
     assert chapter("<p>&#169; &#xa9;</p>") == "<p>&#169; &#xa9;</p>"
 

@@ -113,9 +113,9 @@ def test_index_says_what_a_prediction_earns() -> None:
 
 
 def test_course_counts_chapters_and_exercises() -> None:
-    assert len(CHAPTERS) == 17
-    assert sum(map(exercises_of, CHAPTERS)) == 52
-    assert "The book has 17 chapters and 52 exercises" in text_of("book/course.md")
+    assert len(CHAPTERS) == 18
+    assert sum(map(exercises_of, CHAPTERS)) == 55
+    assert "The book has 18 chapters and 55 exercises" in text_of("book/course.md")
 
 
 def test_course_counts_the_exercises_of_each_chapter() -> None:
@@ -197,7 +197,7 @@ def test_running_names_the_chapters_that_ask_for_gloo() -> None:
         for chapter in CHAPTERS
         if 'backend=\\"gloo\\"' in chapter.read_text(encoding="utf-8")
     }
-    assert asking == {2, 6, 7, 8, 10, 15, 17, 18}
+    assert asking == {2, 6, 7, 8, 9, 10, 15, 17, 18}
     page = (ROOT / "book" / "running.md").read_text(encoding="utf-8")
     table = page.partition("| chapters | why |\n|---|---|\n")[2].partition("\n\n")[0]
     named = [number for row in table.splitlines() for number in re.findall(r"\d+", row.split("|")[1])]

@@ -13,6 +13,9 @@ What it is given is an `Answer`, so it need not care for answers that raise, han
 send it to ranks inside any function that runs there: `on_ranks` of `_company` has real ones, where a
 `Company` tells ranks that would wait for each other, and `on_virtual_ranks` has threads of one process.
 
+An exercise registered with `draws=` has a picture: the grader hands what it found and what is right to
+`answer.shows`, and in a notebook `check` draws both.
+
 `notebook.check_notebook` grades a whole notebook file, `submissions.grade_submissions` those of a class.
 There each answer has a process of its own (`isolated`), which the grader need not trust.
 """
@@ -24,6 +27,7 @@ import linecache
 import random
 import reprlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +37,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from zero_ref.lab._rank_error import RankError
 from zero_ref.lab.patience import patience
+from zero_ref.live.svg import Drawing
 
 __all__ = ["check", "exercise", "exercises", "Answer", "ExerciseFailed", "StillTheStub"]
 
@@ -45,6 +50,7 @@ CHAPTERS = (
     "overlap",
     "sharded",
     "stages",
+    "which_stage",
     "checkpoint",
     "clipping",
     "precision",
@@ -79,6 +85,8 @@ class StillTheStub(_Short, NotImplementedError):
 def check(name: str, answer: Callable[..., Any]) -> None:
     """Grade an answer and print how it went; silence never means success.
 
+    In a notebook some checks also draw the answer beside the right one, whether it passes or not.
+
     >>> def largest_first(numels, world_size):
     ...     return [0 for _ in numels]
     >>> check("partition.largest_first", largest_first)                                 # doctest: +ELLIPSIS
@@ -94,7 +102,40 @@ def check(name: str, answer: Callable[..., Any]) -> None:
         ValueError: there is no such exercise.
     """
     __tracebackhide__ = True
-    print(f"✓ {name}: {grade(name, answer)}")
+    given = Answer(answer) if callable(answer) and not isinstance(answer, Answer) else answer
+    try:
+        line = grade(name, given)
+    except ExerciseFailed:
+        _show_in_notebook(name, given, passed=False)
+        raise
+    print(f"✓ {name}: {line}")
+    _show_in_notebook(name, given, passed=True)
+
+
+def picture_of(name: str, answer: object, passed: bool) -> Drawing | None:
+    """An answer that was graded beside the right one; None where there is nothing to draw.
+
+    Args:
+        answer: an `Answer`, after `grade`.
+        passed: whether it was right. The picture has the first case then, and otherwise the one that failed.
+    """
+    draws = _exercise_named(name).draws
+    if draws is None or not isinstance(answer, Answer) or not answer.shown:
+        return None
+    return draws(*answer.shown[0 if passed else -1])
+
+
+def _show_in_notebook(name: str, answer: object, passed: bool) -> None:
+    """Display the picture of an answer under the cell. A terminal has no place for one."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if getattr(shell, "kernel", None) is None:
+        return
+    with contextlib.suppress(Exception):  # an answer too odd to draw still hears what is wrong with it
+        if (picture := picture_of(name, answer, passed)) is not None:
+            from IPython.display import display
+
+            display(picture)
 
 
 def exercises() -> list[str]:
@@ -107,13 +148,18 @@ def exercises() -> list[str]:
 def forbidden_in(name: str) -> tuple[str, ...]:
     """The functions that an answer to an exercise may not call.
 
-    >>> forbidden_in("matrices.operations")
-    ('zero_ref.plan.rules.newton_schulz_operations',)
+    >>> forbidden_in("stages.break_even")
+    ('zero_ref.simulator.play.play',)
 
     Raises:
         ValueError: there is no such exercise.
     """
     return _exercise_named(name).forbids
+
+
+def draws_a_picture(name: str) -> bool:
+    """Whether the check of an exercise in `exercises()` draws the answer beside the right one."""
+    return _registered[name].draws is not None
 
 
 def starts_ranks(name: str) -> bool:
@@ -134,6 +180,7 @@ class _Exercise(NamedTuple):
     may_return_none: bool
     on_ranks: bool
     forbids: tuple[str, ...]
+    draws: Callable[..., Drawing] | None
 
 
 _registered: dict[str, _Exercise] = {}
@@ -146,6 +193,7 @@ def exercise(
     may_return_none: bool = False,
     on_ranks: bool = False,
     forbids: tuple[str, ...] = (),
+    draws: Callable[..., Drawing] | None = None,
 ) -> Callable[[Grader], Grader]:
     """Register a grader. It is given an `Answer`, asserts, and returns the line that is printed on success.
 
@@ -157,10 +205,11 @@ def exercise(
         on_ranks: the grader starts real ranks; its tests then run one after another.
         forbids: functions that the task asks the reader to write, "zero_ref.plan.rules.sorted_greedy": an
             answer that is graded in a process of its own cannot call them.
+        draws: makes a picture of what the grader hands to `Answer.shows`; one of `_pictures`.
     """
 
     def register(grader: Grader) -> Grader:
-        _registered[name] = _Exercise(grader, seconds, may_return_none, on_ranks, forbids)
+        _registered[name] = _Exercise(grader, seconds, may_return_none, on_ranks, forbids, draws)
         return grader
 
     return register
@@ -180,6 +229,7 @@ class Answer:
         name: what the reader called it.
         seed: 0 for the cases that everybody can read in the grader; any other adds cases drawn from it, which
             decide over marks. See `drawn`.
+        shown: what the grader has handed to `shows`, the first time and the last time.
     """
 
     seed = 0
@@ -190,13 +240,18 @@ class Answer:
         self.function = function
         self.seconds = seconds
         self.may_return_none = may_return_none
+        self.shown: list[tuple[Any, ...]] = []
         self.name: str = getattr(function, "__name__", type(function).__name__)
 
     def limited(self, seconds: float, may_return_none: bool, seed: int) -> Answer:
         """This answer, called as an exercise says."""
         limited = Answer(self.function, seconds, may_return_none)
-        limited.seed = seed
+        limited.seed, limited.shown = seed, self.shown
         return limited
+
+    def shows(self, *what: Any) -> None:
+        """Keep what a picture of this answer is made of, in the case that the grader is about to judge."""
+        self.shown[1:] = [what]
 
     def drawn(self, case: Callable[[random.Random], T], count: int = 8) -> list[T]:
         """Cases that nobody knows beforehand: none for seed 0, else `count` that are drawn from the seed."""

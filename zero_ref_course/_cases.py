@@ -56,6 +56,9 @@ def check_cases(
 ) -> None:
     """Call the answer in every case, and say of the first that is wrong what was returned, and why not.
 
+    The picture of an exercise that draws one has this case, or the first if all are right: `draws` is given
+    the answer's value, the right one and the case.
+
     Args:
         cases: the arguments of each call.
         rights: what should be returned in each of them.
@@ -69,9 +72,10 @@ def check_cases(
     """
     of_cases = [(case, called(answer, *case), right) for case, right in zip(cases, rights, strict=True)]
     wrong = next((each for each in of_cases if not same(*each[1:])), None)
+    case, theirs, should = wrong or of_cases[0]
+    answer.shows(theirs, should, *case)
     if wrong is None:
         return
-    case, theirs, should = wrong
     call = f"{call_text(answer.name, *case)} returned {shown(theirs)}; it should be {shown(should)}."
     begin = said(theirs, should, *case) if said else call
     telling = [(each, given) for each, given, right in of_cases if tells(given, right)]

@@ -10,24 +10,31 @@ hear of it. What was called is written down, and whether it was waited for.
         return company.calls
 
     of_ranks = on_ranks(on_each_rank, 2, answer)
+
+An answer that is given a `comm` in place of torch.distributed goes through `outcomes_of`, first on virtual
+ranks, which hear at once of ranks that would wait for each other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import linecache
 import os
 import textwrap
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import ranks, virtual
+from zero_ref.lab.meter import recording
 from zero_ref.plan.calls import Call
-from zero_ref_course import ExerciseFailed, StillTheStub
+from zero_ref_course import Answer, ExerciseFailed, StillTheStub
 
 T = TypeVar("T")
 
@@ -96,6 +103,55 @@ def on_virtual_ranks(
         if "did not complete" in str(cause) or "but the ranks call" in str(cause):
             raise ExerciseFailed(waiting(str(cause))) from None
         raise cause from None
+
+
+class Outcome(NamedTuple):
+    """What an answer did on one rank.
+
+    Args:
+        value: what it returned.
+        calls: what it called, in order.
+        arguments: those that it was given there, as it left them.
+    """
+
+    value: Any
+    calls: list[Call]
+    arguments: tuple[Any, ...]
+
+
+def outcomes_of(
+    answer: Answer, of_ranks: Sequence[tuple[Any, ...]], given: str, advice: str, *, real: bool = False
+) -> list[Outcome]:
+    """What an answer does on each rank, called with that rank's arguments and its `comm` as the last one.
+
+    Args:
+        of_ranks: the arguments of each rank. The answer gets copies.
+        given: says them in words, for messages.
+        advice: what to say to ranks that wait for each other.
+        real: on processes instead of threads.
+    """
+    if real:
+        return on_ranks(_outcome_here, len(of_ranks), answer, of_ranks)
+    return on_virtual_ranks(
+        _outcome,
+        len(of_ranks),
+        answer,
+        of_ranks,
+        waiting=lambda why: (
+            f"with {given}, the ranks do not make the same calls, and wait for each other: {why} {advice}"
+        ),
+    )
+
+
+def _outcome_here(answer: Answer, of_ranks: Sequence[tuple[Any, ...]]) -> Outcome:
+    return _outcome(as_collectives(None), answer, of_ranks)
+
+
+def _outcome(comm: Collectives, answer: Answer, of_ranks: Sequence[tuple[Any, ...]]) -> Outcome:
+    own = copy.deepcopy(of_ranks[comm.rank])
+    with recording(comm) as calls:
+        value = answer(*own, comm)
+    return Outcome(value, calls, own)
 
 
 def _caught(function: Callable[..., T], *args: Any, **kwargs: Any) -> T | Exception:

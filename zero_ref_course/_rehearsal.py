@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zero_ref.simulator.timeline import BucketTimes, simulate
+from zero_ref.simulator.operations import COMPUTE, NETWORK
+from zero_ref.simulator.timeline import BucketTimes, Event, Timeline, simulate
 from zero_ref_course import Answer, ExerciseFailed
 
 ACTIONS = {
@@ -67,16 +68,24 @@ class _Rehearsal:
         self.now_ms = self.network_free_ms = 0.0
         self.buckets: list[_RehearsedBucket] = []
         self.done: list[tuple[int, str, int]] = []
+        self.events: list[Event] = []
 
     def call(self, answer: Answer) -> None:
         """Backward has come to the next bucket."""
         bucket = _RehearsedBucket(len(self.buckets), self)
         self.buckets.append(bucket)
-        self.now_ms += self.times[bucket.number].backward_ms
+        self.compute("backward", bucket.number, self.times[bucket.number].backward_ms)
         answer(list(self.buckets), len(self.buckets) == len(self.times))
 
-    def send(self, duration_ms: float) -> float:
-        self.network_free_ms = max(self.now_ms, self.network_free_ms) + duration_ms
+    def compute(self, label: str, bucket: int, duration_ms: float) -> None:
+        start_ms = self.now_ms
+        self.now_ms += duration_ms
+        self.events.append(Event(COMPUTE, label, bucket, start_ms, self.now_ms))
+
+    def send(self, label: str, bucket: int, duration_ms: float) -> float:
+        start_ms = max(self.now_ms, self.network_free_ms)
+        self.network_free_ms = start_ms + duration_ms
+        self.events.append(Event(NETWORK, label, bucket, start_ms, self.network_free_ms))
         return self.network_free_ms
 
 
@@ -97,11 +106,11 @@ class _RehearsedBucket(HookBucket):
         rank.done.append((len(rank.buckets) - 1, action, self.number))
         times = rank.times[self.number]
         if action == "step":
-            rank.now_ms += times.step_ms
+            rank.compute("step", self.number, times.step_ms)
         elif action == "start_reduction":
-            self.done_ms = rank.send(times.reduce_ms)
+            self.done_ms = rank.send("reduce", self.number, times.reduce_ms)
         elif action == "start_broadcast":
-            self.done_ms = rank.send(times.broadcast_ms)
+            self.done_ms = rank.send("broadcast", self.number, times.broadcast_ms)
         else:
             rank.now_ms = max(rank.now_ms, self.done_ms)
 
@@ -112,15 +121,18 @@ def rehearse(answer: Answer, times: Sequence[BucketTimes]) -> None:
     Raises:
         ExerciseFailed: it does something too early, twice or never, or takes longer than an interleaved hook.
     """
-    rehearsal = _Rehearsal(times)
-    for _ in times:
-        rehearsal.call(answer)
+    rehearsal, right = _Rehearsal(times), simulate(times, "interleaved")
+    try:
+        for _ in times:
+            rehearsal.call(answer)
+    finally:  # a hook that goes wrong is drawn as far as it came
+        answer.shows(Timeline(tuple(rehearsal.events)), right)
     for bucket in rehearsal.buckets:
         assert not bucket.left, (
             f"{answer.name} was called for each of {len(times)} buckets, and {bucket} "
             f"{NEVER[bucket.left[0]]}. After the call with is_last=True nothing may be left to do."
         )
-    possible_ms = simulate(times, "interleaved").makespan_ms
+    possible_ms = right.makespan_ms
     assert rehearsal.now_ms <= possible_ms, (
         f"{answer.name} does all that is needed, but backward with {len(times)} buckets takes "
         f"{rehearsal.now_ms:g} ms, and {possible_ms:g} ms are possible. "

@@ -20,10 +20,10 @@ from zero_ref_course.apart import confine
 
 GIVEN = {
     "_disk": ("Disk", "Killed", "load"),
-    "_saves": ("Table", "tables_in"),
-    "checkpoint": ("Disk", "Table", "load", "tables_in"),
+    "checkpoint": ("Disk", "load"),
     "matrices": ("RowsAndColumns", "NormalizedRows", "WarmsUp", "ClipsTogether", "LAMB"),
     "scale": ("FIRST_GB", "SIX", "Design", "Job", "as_first_priced", "bill_of", "step_ms"),
+    "which_stage": ("BRIEF", "Case", "Choice", "H100", "A100"),
 }
 """What chapters give to their readers or pass to answers, by module of the course. Of each module there is
 that and what it uses."""

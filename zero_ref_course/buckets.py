@@ -25,7 +25,7 @@ from zero_ref_course._cases import Form, check_cases, is_whole, list_of, named
 from zero_ref_course._company import on_ranks
 from zero_ref_course.predictions import prediction
 
-# ---------------------------------------------------------------------------------------- 5.1 flatten
+# -------------------------------------------------------------------------------------------- flatten
 
 
 class Before(NamedTuple):
@@ -154,7 +154,7 @@ def _kind(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-# ------------------------------------------------------------------------------- 5.2 predict the calls
+# ----------------------------------------------------------------------------------- predict the calls
 
 
 class Case(NamedTuple):
@@ -317,7 +317,7 @@ _WRONG_RULES: dict[str, Callable[[Case, bool], Pairs]] = {
 """What a reader may have written, by what there is to say about it."""
 
 
-# ---------------------------------------------------------------------------------- 5.3 worth copying
+# -------------------------------------------------------------------------------------- worth copying
 
 CHOSEN = Form(
     lambda value: isinstance(value, (list, tuple, set)),

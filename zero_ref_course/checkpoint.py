@@ -1,13 +1,11 @@
-"""Chapter 10's graders: what a new rank reads, shards put together, saves killed, and saves searched."""
+"""Graders of the chapter on checkpoints: reads, shards put together, a killed save, a save that all have."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import starmap
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +17,14 @@ from zero_ref.plan.moves import moves
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref_course import Answer, ExerciseFailed, exercise, shown
-from zero_ref_course._cases import Form, check_cases, is_whole, list_of
+from zero_ref_course._cases import Form, check_cases, is_whole, list_of, named
+from zero_ref_course._company import outcomes_of
 from zero_ref_course._disk import Disk, Killed, load
-from zero_ref_course._saves import FATES, INTACT, Table, make_directory_of_saves, rank_befallen, tables_in
 from zero_ref_course.predictions import prediction
 
-__all__ = ["Disk", "Table", "load", "tables_in"]  # what the chapter's exercises use
+__all__ = ["Disk", "load"]  # what the chapter's exercises use
 
-# ----------------------------------------------------------------------------- 10.1 what to read
+# ---------------------------------------------------------------------------------- what to read
 
 NUMELS = [384, 24, 192, 8]
 LAST_FIRST: list[list[int | Slice]] = [[Slice(0, 200, 384), 3], [2], [1, Slice(0, 0, 200)]]
@@ -191,7 +189,7 @@ def _owned(partition: Partition) -> str:
     return f"owned as {owned!s}".replace("'", "")
 
 
-# ----------------------------------------------------------------------------- 10.2 shards put together
+# ---------------------------------------------------------------------------------- shards put together
 
 SHAPES = [(16, 24), (24,), (24, 8), (8,)]
 SHARDINGS: list[tuple[Partition, list[int]]] = [
@@ -305,7 +303,7 @@ def _check_state(
         )
 
 
-# ------------------------------------------------------------------------ 10.3 killed while it saves
+# ----------------------------------------------------------------------------- killed while it saves
 
 WORLDS = [(1, 1), (3, 3), (4, 2), (2, 5)]
 """The ranks of the save that is there and of the one that is killed."""
@@ -382,88 +380,87 @@ def _check_complete(disk: Disk, new: list[bytes], number: int) -> None:
     )
 
 
-# ------------------------------------------------------------------------ 10.4 the newest intact save
+# ----------------------------------------------------------------------- the newest save that all have
 
-DIRECTORIES: list[dict[str, str]] = [
-    {"save-1": INTACT, "save-2": INTACT},
-    {"save-9": INTACT, "save-10": INTACT, "save-8": INTACT},
-    {"save-3": INTACT, "save-2": INTACT},
-    *({"save-4": INTACT, "save-5": fate, "save-3": INTACT} for fate in FATES if fate != "a copy"),
-    {"save-6": INTACT, "save-7-copy": "a copy", "best": "a copy"},
-    {"save-1": "a file is cut short", "save-2": "still being written"},
-    {},
+INTACT: list[list[list[int]]] = [
+    [[10, 9], [9, 10]],
+    [[9, 7], [8, 7], [7]],
+    [[12, 11], [11]],
+    [[8, 9, 10], [9, 8]],
+    [[3, 1], [2]],
+    [[], [4, 3]],
+    [[], []],
+    [[6, 4, 5]],
+    [[20, 18, 17, 16], [19, 18, 16], [20, 16], [18, 16, 12]],
 ]
-"""What befell each save, the one that was changed last at the end."""
+"""On each rank's disk the saves that are intact: all alike; an older one is the answer; none is on all."""
+
+NUMBER_OR_NONE = Form(
+    lambda found: found is None or is_whole(found), "It must return the number of a save, or None."
+)
 
 
-@exercise("checkpoint.newest_intact", may_return_none=True)
-def newest_intact(answer: Answer) -> str:
-    """Directories with what befalls saves, one thing at a time and then at random."""
-    directories = [*DIRECTORIES, *_at_random(20, answer.seed)]
-    for fates in directories:
-        with tempfile.TemporaryDirectory() as directory:
-            _check_search(answer, Path(directory), fates)
-    return f"{len(directories)} directories, with {len(FATES)} kinds of folders that cannot be loaded"
+@exercise("checkpoint.newest_common", may_return_none=True, on_ranks=True)
+def newest_common(answer: Answer) -> str:
+    """The newest save that is intact on all ranks' disks, on virtual ranks and then on real ones."""
+    for intact in INTACT + answer.drawn(_drawn_disks):
+        _check_newest(answer, intact)
+    for intact in INTACT[1:2] + INTACT[5:6]:
+        _check_newest(answer, intact, real=True)
+    return f"{len(INTACT)} times all ranks name the same save, twice on real ranks"
 
 
-def _at_random(count: int, seed: int) -> list[dict[str, str]]:
-    chance = random.Random(8 + seed)
-    fates = [fate for fate in FATES if fate != "a copy"]
-    return [
-        {f"save-{number}": chance.choice([INTACT, *fates]) for number in chance.sample(range(1, 120), 5)}
-        for _ in range(count)
-    ]
+def _drawn_disks(rng: random.Random) -> list[list[int]]:
+    return [rng.sample(range(1, 12), rng.randint(2, 8)) for _ in range(rng.randint(2, 4))]
 
 
-def _check_search(answer: Answer, directory: Path, fates: Mapping[str, str]) -> None:
-    make_directory_of_saves(directory, fates)
-    there = ", ".join(f"{name} ({fate})" for name, fate in fates.items())
-    where = f"in a directory with {there or 'nothing'}: "
-    files = _files_in(directory)
-    try:
-        found = answer(directory)
-    except ExerciseFailed as error:
-        if {*fates.values()} == {INTACT}:
-            raise
-        raise ExerciseFailed(
-            f"{where}{error} A save that cannot be loaded is no reason to give up: pass it over. If there is "
-            "none that can be loaded, return None."
-        ) from None
-    assert _files_in(directory) == files, (
-        f"{where}{answer.name} changed the files. A search changes nothing: a rank may "
-        "still be writing there."
+def _check_newest(answer: Answer, intact: list[list[int]], real: bool = False) -> None:
+    disks = ", ".join(f"{of_rank} on rank {rank}" for rank, of_rank in enumerate(intact))
+    outcomes = outcomes_of(
+        answer,
+        [(list(of_rank),) for of_rank in intact],
+        f"the saves {disks}",
+        "Ranks have different numbers of saves, and the tensors of a collective must have one shape on all "
+        "of them. A rank without a save makes every call, too.",
+        real=real,
     )
-    assert found is None or (isinstance(found, Path) and found.name in fates), (
-        f"{where}{answer.name} returned {shown(found)}. It must return one of the folders, as a Path, "
-        "or None."
+    common = set.intersection(*map(set, intact))
+    right = max(common, default=None)
+    found = []
+    for outcome in outcomes:
+        fits = NUMBER_OR_NONE.fits(outcome.value)
+        assert fits, f"{answer.name} returned {shown(outcome.value)}. {NUMBER_OR_NONE.words}"
+        found.append(outcome.value)
+    assert found == [right] * len(found), (
+        f"with the saves {disks}, {answer.name} returns {found}, rank by rank; it should be {right}. "
+        + _mistake_in_newest(found, intact, common)
     )
-    numbers = {int(name.removeprefix("save-")): name for name, fate in fates.items() if fate == INTACT}
-    newest = numbers[max(numbers)] if numbers else None
-    if (found and found.name) != newest:
-        name = found.name if found else None
-        raise ExerciseFailed(
-            f"{where}{answer.name} returned {name}. {_mistake_in_search(name, newest, fates)}"
-        )
 
 
-def _files_in(directory: Path) -> dict[Path, bytes | None]:
-    return {path: path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
-
-
-def _mistake_in_search(name: str | None, newest: str | None, fates: Mapping[str, str]) -> str:
-    intact = [save for save, fate in fates.items() if fate == INTACT]
-    if name is None:
-        if intact == list(fates):
-            return f"{newest} is intact. Does the function end in a `return`?"
-        return f"{newest} is intact: where a newer save is not, an older one will do."
-    if fates[name] != INTACT:
-        rank, ranks = rank_befallen(name)
-        return FATES[fates[name]].mistake.format(name=name, rank=rank, ranks=ranks)
-    if name == max(intact):
-        return f"As texts, {newest!r} comes before {name!r}. Compare the numbers."
-    if name == intact[-1]:
-        return f"It was changed last, but copies are, too. The newest has the highest number: {newest}."
-    return f"{newest} is newer, and intact."
+def _mistake_in_newest(found: list[Any], intact: list[list[int]], common: set[int]) -> str:
+    newest = [max(of_rank, default=None) for of_rank in intact]
+    known = [number for number in newest if number is not None]
+    saves = {number for of_rank in intact for number in of_rank}
+    return named(
+        {
+            "Each rank names the newest save of its own disk. To go on from different saves is to train a "
+            "model that never was.": found == newest and len(set(found)) > 1,
+            "Ranks name different saves. Each must see what all of them have, and decide alike.": (
+                len(set(found)) > 1
+            ),
+            "There is a save that all ranks have: where the newest is not, an older one will do.": (
+                found[0] is None
+            ),
+            "No rank has that save. A number that only fills a tensor is no save.": found[0] not in saves,
+            "That is the oldest save that all ranks have.": found[0] == min(common, default=None),
+            "That is the newest that any rank has. A save is whole only if every rank's part is.": (
+                found[0] == max(known)
+            ),
+            "That is the oldest of the ranks' newest saves, and some rank has lost it: look for one that is "
+            "on all disks.": found[0] == min(known),
+        },
+        "Look for the saves that are on all disks, and take the one with the highest number.",
+    )
 
 
 # --------------------------------------------------------------------------------------- predictions

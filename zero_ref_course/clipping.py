@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Sequence
@@ -10,16 +9,12 @@ from typing import Any
 
 import torch
 
-from zero_ref.comm.backend import as_collectives
-from zero_ref.comm.collectives import Collectives
 from zero_ref.lab.config import GPTConfig
-from zero_ref.lab.meter import recording
 from zero_ref.lab.model import GPT
-from zero_ref.plan.calls import Call
 from zero_ref.plan.choice import plan_partition
 from zero_ref.simulator.models import from_module
 from zero_ref_course import Answer, ExerciseFailed, exercise, shown
-from zero_ref_course._company import on_ranks, on_virtual_ranks
+from zero_ref_course._company import Outcome, outcomes_of
 from zero_ref_course.predictions import prediction
 
 Gradients = list[list[float]]
@@ -29,42 +24,23 @@ MOST_BYTES = 512
 """What an answer may send: a few numbers for each rank, and no gradients."""
 
 
-Outcome = tuple[Any, list[Call]]
-"""What an answer returned on a rank, and the calls that it made there."""
+ALIKE = (
+    "Every rank must make every call, with tensors of one shape and dtype, also a rank that owns nothing or "
+    "has already found what it looked for."
+)
 
 
-def _on_virtual_ranks(answer: Answer, given: str, of_ranks: Sequence[tuple[Any, ...]]) -> list[Outcome]:
-    """What the answer does on each virtual rank with that rank's arguments, which `given` says in words."""
-    return on_virtual_ranks(
-        _observed,
-        len(of_ranks),
-        answer,
-        of_ranks,
-        waiting=lambda why: (
-            f"with {given}, the ranks do not make the same calls, and wait for each other: {why} "
-            "Every rank must make every call, with tensors of one shape and dtype, also a rank that owns "
-            "nothing or has already found what it looked for."
-        ),
-    )
-
-
-def _on_real_ranks(answer: Answer, of_ranks: Sequence[tuple[Any, ...]]) -> list[Outcome]:
-    return on_ranks(_observed_here, len(of_ranks), answer, of_ranks)
-
-
-def _observed_here(answer: Answer, of_ranks: Sequence[tuple[Any, ...]]) -> Outcome:
-    return _observed(as_collectives(None), answer, of_ranks)
-
-
-def _observed(comm: Collectives, answer: Answer, of_ranks: Sequence[tuple[Any, ...]]) -> Outcome:
-    own, before = (copy.deepcopy(of_ranks[comm.rank]) for _ in range(2))
-    with recording(comm) as calls:
-        value = answer(*own, comm)
-    for tensor, was in zip(_tensors(own), _tensors(before), strict=True):
-        assert torch.equal(tensor.nan_to_num(), was.nan_to_num()), (
-            f"{answer.name} changed the tensors of rank {comm.rank}. It is only to look at them."
-        )
-    return value, calls
+def _outcomes(
+    answer: Answer, given: str, of_ranks: Sequence[tuple[Any, ...]], *, real: bool = False
+) -> list[Outcome]:
+    """What the answer does on each rank with that rank's arguments, which `given` says in words."""
+    outcomes = outcomes_of(answer, of_ranks, given, ALIKE, real=real)
+    for rank, (outcome, before) in enumerate(zip(outcomes, of_ranks)):
+        for tensor, was in zip(_tensors(outcome.arguments), _tensors(before), strict=True):
+            assert torch.equal(tensor.nan_to_num(), was.nan_to_num()), (
+                f"{answer.name} changed the tensors of rank {rank}. It is only to look at them."
+            )
+    return outcomes
 
 
 def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -77,13 +53,13 @@ def _of_gradients(gradients: Sequence[Gradients], *options: Any) -> list[tuple[A
 
 
 def _values(answer: Answer, outcomes: Sequence[Outcome]) -> list[Any]:
-    for rank, (_, calls) in enumerate(outcomes):
+    for rank, (_, calls, _) in enumerate(outcomes):
         nbytes = sum(call.nbytes for call in calls)
         assert nbytes <= MOST_BYTES, (
             f"{answer.name} sends {nbytes:,} bytes on rank {rank} of {len(outcomes)}. Gradients stay where "
             "they are: only a number or two for each rank has to travel."
         )
-    return [value for value, _ in outcomes]
+    return [outcome.value for outcome in outcomes]
 
 
 def _shown(gradients: Sequence[Gradients]) -> str:
@@ -91,7 +67,7 @@ def _shown(gradients: Sequence[Gradients]) -> str:
     return f"the gradients {owned}"
 
 
-# ------------------------------------------------------------------------------------ 11.1 the global norm
+# ----------------------------------------------------------------------------------------- the global norm
 
 
 def _random_gradients(sizes: Sequence[Sequence[int]]) -> list[Gradients]:
@@ -123,10 +99,10 @@ def global_norm(answer: Answer) -> str:
     """The norm of all ranks' gradients, on virtual ranks and once on real ones, beside torch's."""
     for gradients in OWNED + answer.drawn(_drawn_gradients, 3):
         for norm_type in NORM_TYPES:
-            outcomes = _on_virtual_ranks(answer, _shown(gradients), _of_gradients(gradients, norm_type))
+            outcomes = _outcomes(answer, _shown(gradients), _of_gradients(gradients, norm_type))
             _check_norms(answer, gradients, norm_type, _values(answer, outcomes))
     for norm_type in (2.0, math.inf):
-        outcomes = _on_real_ranks(answer, _of_gradients(OWNED[0], norm_type))
+        outcomes = _outcomes(answer, "", _of_gradients(OWNED[0], norm_type), real=True)
         _check_norms(answer, OWNED[0], norm_type, _values(answer, outcomes))
     return f"torch's norm of all gradients, on 1 to {len(OWNED[-1])} ranks and for p = 1, 2, 3 and infinity"
 
@@ -208,7 +184,7 @@ def _mistake_in_norm(gradients: Sequence[Gradients], norm_type: float, rank: int
     return "Each rank's norm is the norm of its slices' norms, and the global one the norm of those."
 
 
-# --------------------------------------------------------------------------------------- 11.2 who may step?
+# -------------------------------------------------------------------------------------------- who may step?
 
 INF, NAN = math.inf, math.nan
 SPOILED: list[list[Gradients]] = [
@@ -229,10 +205,10 @@ SPOILED: list[list[Gradients]] = [
 def may_step(answer: Answer) -> str:
     """Whether to step, decided alike on all virtual ranks, and once on real ones."""
     for gradients in SPOILED + answer.drawn(_drawn_spoiled):
-        outcomes = _on_virtual_ranks(answer, _shown(gradients), _of_gradients(gradients))
+        outcomes = _outcomes(answer, _shown(gradients), _of_gradients(gradients))
         _check_decisions(answer, gradients, _values(answer, outcomes))
     for gradients in SPOILED[:2]:
-        outcomes = _on_real_ranks(answer, _of_gradients(gradients))
+        outcomes = _outcomes(answer, "", _of_gradients(gradients), real=True)
         _check_decisions(answer, gradients, _values(answer, outcomes))
     return f"all ranks decide alike in {len(SPOILED)} cases"
 
@@ -259,7 +235,7 @@ def _check_decisions(answer: Answer, gradients: Sequence[Gradients], values: lis
     raise AssertionError(f"{given}. {hint}")
 
 
-# ---------------------------------------------------------------------------- 11.3 a norm for each parameter
+# --------------------------------------------------------------------------------- a norm for each parameter
 
 Owned = list[tuple[int, list[float], list[float]]]
 """What a rank owns: the parameter of each slice, the slice's weights, their gradients."""
@@ -288,10 +264,10 @@ MOST_BYTES_PER_PARAM = 32
 def trust_ratios(answer: Answer) -> str:
     """A ratio of norms for each parameter, of which ranks own slices, on virtual ranks and on real ones."""
     for count, owned in LAYERS + answer.drawn(_drawn_layers, 4):
-        outcomes = _on_virtual_ranks(answer, _owned_in_words(owned), _of_layers(count, owned))
+        outcomes = _outcomes(answer, _owned_in_words(owned), _of_layers(count, owned))
         _check_ratios(answer.name, count, owned, outcomes)
     count, owned = LAYERS[1]
-    _check_ratios(answer.name, count, owned, _on_real_ranks(answer, _of_layers(count, owned)))
+    _check_ratios(answer.name, count, owned, _outcomes(answer, "", _of_layers(count, owned), real=True))
     return f"{len(LAYERS)} models of cut and whole parameters, and one on 2 real ranks"
 
 
@@ -331,7 +307,7 @@ def _owned_in_words(owned: Sequence[Owned]) -> str:
 
 def _check_ratios(name: str, count: int, owned: Sequence[Owned], outcomes: Sequence[Outcome]) -> None:
     given = f"with {_owned_in_words(owned)}, "
-    for rank, (value, calls) in enumerate(outcomes):
+    for rank, (value, calls, _) in enumerate(outcomes):
         is_list = isinstance(value, (list, tuple)) and all(
             isinstance(each, (int, float)) and not isinstance(each, bool) for each in value
         )
@@ -350,7 +326,7 @@ def _check_ratios(name: str, count: int, owned: Sequence[Owned], outcomes: Seque
         assert nbytes <= MOST_BYTES_PER_PARAM * count, (
             f"{given}rank {rank} sends {nbytes} bytes. Two numbers for each parameter are enough."
         )
-    theirs = [list(value) for value, _ in outcomes]
+    theirs = [list(outcome.value) for outcome in outcomes]
     right = _ratios(owned)
     for rank, (ours, rights) in enumerate(zip(theirs, right)):
         for place, (ratio, should) in enumerate(zip(ours, rights)):

@@ -17,7 +17,7 @@ from zero_ref_course import Answer, ExerciseFailed, call_text, exercise, shown
 from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
-# ------------------------------------------------------------------------------------ 2.1 a ring all-reduce
+# ---------------------------------------------------------------------------------------- a ring all-reduce
 
 
 class _Neighbours:
@@ -205,7 +205,7 @@ def _mistake_in_round(outcomes: list[_Outcome], sizes: list[int], seed: int) -> 
     )
 
 
-# -------------------------------------------------------------------------------------- 2.2 find the impostor
+# ------------------------------------------------------------------------------------------ find the impostor
 
 PAYLOAD = 4 * 2**20
 
@@ -311,7 +311,7 @@ def _mistake(
     )
 
 
-# ---------------------------------------------------------------------------------------- 2.3 small or large
+# -------------------------------------------------------------------------------------------- small or large
 
 LINKS = [
     ("all_reduce", 64, 30.0, 1.25),

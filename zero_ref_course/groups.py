@@ -1,15 +1,17 @@
-"""Chapter 14's graders: a checkpoint of other groups, what a new partition moves, what freezing sends."""
+"""Graders of the chapter on groups: a step that asks first, what would move, what freezing sends."""
 
 from __future__ import annotations
 
-import copy
+import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.meter import recording
 from zero_ref.lab.model import GPT
@@ -21,206 +23,151 @@ from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref.simulator.models import from_module
 from zero_ref.simulator.schedule import broadcasts_of_slices
-from zero_ref_course import Answer, ExerciseFailed, exercise, shown
+from zero_ref_course import Answer, ExerciseFailed, exercise, in_words, shown
 from zero_ref_course._cases import Form, check_cases, is_whole, list_of, named
-from zero_ref_course._company import on_ranks
+from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
-# -------------------------------------------------------- 14.1 a checkpoint from before the groups changed
+# ---------------------------------------------------------------------- a step that asks what is trained
 
-State = dict[str, Any]
-"""What `Adam.state_dict()` gives."""
+FlagsOfRanks = list[list[bool]]
+"""For each rank, whether each parameter is trained there."""
 
-Names = list[list[str]]
-"""The parameters of each group, by name."""
+SHAPES = [(4, 3), (3,), (3, 2), (2,)]
+OWNERS = [0, 1, 1, 0]
 
-
-class Change(NamedTuple):
-    """Groups as they were and as they are; the parameters without a gradient; learning rates of both."""
-
-    then: Names
-    now: Names
-    frozen: frozenset[str] = frozenset()
-    rates_then: tuple[float, ...] = (0.05, 0.04, 0.03)
-    rates_now: tuple[float, ...] = (0.5, 0.4, 0.3)
-
-
-CHANGES = [
-    Change([["top", "head"]], [["top", "head"]]),
-    Change([["top", "head"]], [["low"], ["top", "head"]]),
-    Change([["top", "head"], ["low"]], [["low", "top"], ["new", "head"]]),
-    Change([["low", "top", "head"]], [["top"], ["head"]]),
-    Change([["a", "b"], ["c", "d"]], [["d", "a"], ["c", "b"]]),
-    Change([["a", "b"], ["c"]], [["c", "b"], ["a"]], frozenset("b")),
-    Change([["a"]], [["b", "c"]]),
+FLAGS: list[FlagsOfRanks] = [
+    [[True, True, False, True]] * 2,
+    [[True, True, True, True], [True, True, False, True]],
+    [[False, True, True, False]] * 3,
+    [[True, False, True, True], [True, False, True, True], [False, False, True, False]],
+    [[True, True, True, True], [False, True, True, True], [True, True, True, True]],
+    [[False, False, False, False]] * 2,
+    [[True, False, True, False]],
 ]
-"""As before; a group before it; mixed; one dropped; the same ones in another order; frozen; all others."""
+"""Alike and not; a difference that only rank 2 has, one that only rank 1 has; nothing is trained."""
 
 
-@exercise("groups.carry_over", on_ranks=True)
-def carry_over(answer: Answer) -> str:
-    """State and options by name, then two steps of a plain and of a sharded Adam on real ranks."""
-    loaded = []
-    for number, change in enumerate(CHANGES + answer.drawn(_drawn_change)):
-        saved, fresh = _states(change, answer.seed + number)
-        given = copy.deepcopy((saved, fresh))
-        returned = answer(saved, _flat(change.then), fresh, _flat(change.now))
-        assert repr((saved, fresh)) == repr(given), (
-            f"{answer.name} changed what it was given. The caller still needs both: build a new dict, and "
-            "new groups in it."
+class AfterStep(NamedTuple):
+    """What a rank returned, its parameters before and after, and what it called."""
+
+    returned: Any
+    before: list[torch.Tensor]
+    after: list[torch.Tensor]
+    calls: list[Call]
+
+
+@exercise("groups.agreed_step", seconds=20.0, on_ranks=True)
+def agreed_step(answer: Answer) -> str:
+    """A step of what is trained, on virtual ranks that agree and that do not, then on real ones."""
+    for flags in FLAGS + answer.drawn(_drawn_flags):
+        of_ranks = on_virtual_ranks(
+            _step_with_flags,
+            len(flags),
+            answer,
+            flags,
+            waiting=lambda why, flags=flags: (  # type: ignore[misc]
+                f"with {_flags_in_words(flags)}, ranks wait for each other: {why} Compare the flags of all "
+                "ranks before anything is sent, on every rank, and send only what all of them train."
+            ),
         )
-        _check_form(answer.name, returned, change)
-        _check_state_by_name(returned["state"], saved["state"], change)
-        loaded.append((returned, fresh, change))
-    for returned, fresh, change in loaded:
-        _check_options(returned["param_groups"], fresh["param_groups"], change)
-    returned, _, change = loaded[2]
-    equal = on_ranks(_go_on, 2, returned, change)
-    assert all(equal), "the sharded optimizer of two real ranks goes on otherwise than plain Adam."
-    return f"{len(CHANGES)} changes of groups, and one more step on 2 real ranks as plain Adam's"
+        _check_agreed(answer, flags, of_ranks)
+    for flags in FLAGS[:2]:
+        _check_agreed(answer, flags, on_ranks(_step_on_real_ranks, len(flags), answer, flags))
+    return f"{len(FLAGS)} cases on virtual ranks, 2 on real ones: all step, or all say what differs"
 
 
-def _drawn_change(rng: random.Random) -> Change:
-    names = rng.sample("abcdefgh", 8)
-    then, now = names[: rng.randint(3, 6)], rng.sample(names, rng.randint(3, 6))
-    cuts = rng.randint(1, len(then) - 1), rng.randint(1, len(now) - 1)
-    return Change(
-        [then[: cuts[0]], then[cuts[0] :]],
-        [now[: cuts[1]], now[cuts[1] :]],
-        frozenset(then[: rng.randint(0, 1)]),
-    )
+def _drawn_flags(rng: random.Random) -> FlagsOfRanks:
+    first = [rng.random() < 0.7 for _ in SHAPES]
+    flags = [list(first) for _ in range(rng.randint(2, 4))]
+    if rng.random() < 0.5:
+        rank, param = rng.randrange(len(flags)), rng.randrange(len(SHAPES))
+        flags[rank][param] = not flags[rank][param]
+    return flags
 
 
-def _flat(groups: Names) -> list[str]:
-    return [name for group in groups for name in group]
+def _step_on_real_ranks(answer: Answer, flags: FlagsOfRanks) -> AfterStep:
+    return _step_with_flags(as_collectives(None), answer, flags)
 
 
-def _adam(
-    groups: Names, rates: Sequence[float], seed: int = 0
-) -> tuple[list[nn.Parameter], torch.optim.Adam]:
-    generator = torch.Generator().manual_seed(seed)
-    params = [nn.Parameter(torch.randn(4, generator=generator)) for _ in _flat(groups)]
-    of_group = iter(params)
-    split = [{"params": [next(of_group) for _ in group], "lr": lr} for group, lr in zip(groups, rates)]
-    return params, torch.optim.Adam(split)
+def _step_with_flags(comm: Collectives, answer: Answer, flags: FlagsOfRanks) -> AfterStep:
+    generator = torch.Generator().manual_seed(answer.seed)
+    owners = [owner % comm.world_size for owner in OWNERS]
+    params = []
+    for shape, trained in zip(SHAPES, flags[comm.rank]):
+        params.append(nn.Parameter(torch.randn(shape, generator=generator), trained))
+        if trained:
+            params[-1].grad = torch.ones(shape)
+    owned = [param for param, owner in zip(params, owners) if owner == comm.rank]
+    local = torch.optim.SGD([{"params": owned}], lr=0.5)
+    before = [param.detach().clone() for param in params]
+    arguments = (local, params, owners, comm)
+    with recording(comm) as calls, in_words(f"local, params, {owners}, comm", answer, *arguments):
+        returned = answer(*arguments)
+    return AfterStep(returned, before, [param.detach().clone() for param in params], calls)
 
 
-def _states(change: Change, seed: int) -> tuple[State, State]:
-    """Of the run that was saved after two steps, and of the optimizer that is to go on."""
-    generator = torch.Generator().manual_seed(seed)
-    params, before = _adam(change.then, change.rates_then)
-    for _ in range(2):
-        for name, param in zip(_flat(change.then), params):
-            gradient = torch.randn(param.shape, generator=generator)
-            param.grad = None if name in change.frozen else gradient
-        before.step()
-    return before.state_dict(), _adam(change.now, change.rates_now)[1].state_dict()
+def _flags_in_words(flags: FlagsOfRanks) -> str:
+    frozen = [[number for number, trained in enumerate(of_rank) if not trained] for of_rank in flags]
+    if all(of_rank == frozen[0] for of_rank in frozen):
+        return f"the parameters {frozen[0]} frozen on all {len(flags)} ranks"
+    return ", ".join(f"{of_rank} frozen on rank {rank}" for rank, of_rank in enumerate(frozen))
 
 
-def _check_form(name: str, returned: Any, change: Change) -> None:
-    where = f"from the groups {change.then} to {change.now}: "
-    is_state_dict = isinstance(returned, Mapping) and returned.keys() == {"state", "param_groups"}
-    assert is_state_dict, (
-        f'{where}{name} returned {shown(returned)}. A state_dict has two entries, "state" and "param_groups".'
-    )
-    state, groups = returned["state"], returned["param_groups"]
-    is_state = isinstance(state, Mapping) and all(
-        isinstance(of_param, Mapping) for of_param in state.values()
-    )
-    assert is_state, f'{where}"state" is {shown(state)}. It has a dict for each number of a parameter.'
-    are_groups = list_of(lambda group: isinstance(group, Mapping))(groups)
-    assert are_groups, f'{where}"param_groups" is {shown(groups)}. It is a list of dicts.'
-    by_name = [key for key in state if isinstance(key, str)]
-    assert not by_name, (
-        f'{where}"state" has the key {by_name[0]!r}. An optimizer knows numbers: use the one that this '
-        "name has today."
-    )
-
-
-def _check_state_by_name(state: Mapping[Any, Any], saved: Mapping[int, Any], change: Change) -> None:
-    then, now = _flat(change.then), _flat(change.now)
-    where = f"saved with the groups {change.then}, to go on with {change.now}: "
-    for number in state:
-        assert number in range(len(now)), (
-            f"{where}there is a state for number {number!r}, and today's numbers end at {len(now) - 1}. "
-            "The state of a parameter that is gone goes, too."
+def _check_agreed(answer: Answer, flags: FlagsOfRanks, of_ranks: Sequence[AfterStep]) -> None:
+    where = f"with {_flags_in_words(flags)}, "
+    differ = [number for number, of_param in enumerate(zip(*flags)) if len(set(of_param)) > 1]
+    for rank, found in enumerate(of_ranks):
+        assert list_of(is_whole)(found.returned), (
+            f"{where}{answer.name} returned {shown(found.returned)} on rank {rank}. It must return a list of "
+            "numbers of parameters, empty after a step."
         )
-    for number, name in enumerate(now):
-        had = then.index(name) if name in then else None
-        if had is None or had not in saved:
-            why = "is new" if had is None else "was frozen"
-            assert number not in state, (
-                f"{where}number {number} is {name!r}, which {why}, and {_whose(state[number], saved, then)}. "
-                "A parameter without a step has no state, in plain Adam either: leave it out."
-            )
-            continue
-        assert number in state, (
-            f"{where}number {number} is {name!r}, which was trained as number {had}, and has no state here: "
-            "Adam would begin again from zero."
-        )
-        assert _same_state(state[number], saved[had]), (
-            f"{where}number {number} is {name!r}, and {_whose(state[number], saved, then)}. A number is "
-            "only a place in the groups: go by name."
-        )
-
-
-def _whose(of_param: Mapping[str, Any], saved: Mapping[int, Any], then: Sequence[str]) -> str:
-    names = [then[number] for number, other in saved.items() if _same_state(of_param, other)]
-    return f"gets the state that {names[0]!r} had" if names else "gets a state that no parameter had"
-
-
-def _same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(torch.as_tensor(one[key]), torch.as_tensor(other[key])) for key in other
-    )
-
-
-def _check_options(
-    groups: Sequence[Mapping[str, Any]], fresh: Sequence[Mapping[str, Any]], change: Change
-) -> None:
-    where = f"saved with the groups {change.then}, to go on with {change.now}: "
-    assert len(groups) == len(fresh), (
-        f"{where}there are {len(groups)} groups in what is returned, and today's optimizer has {len(fresh)}: "
-        "it would refuse to load them."
-    )
-    for number, (group, today) in enumerate(zip(groups, fresh)):
-        assert list(group.get("params", ())) == list(today["params"]), (
-            f"{where}group {number} has the params {shown(group.get('params'))}; "
-            f"today's has {today['params']}."
-        )
-        missing = sorted(today.keys() - group.keys())
-        assert not missing, f"{where}group {number} lacks the option {missing[0]!r}."
-        first = change.now[number][0]
-        of_then = next((i for i, names in enumerate(change.then) if first in names), None)
-        rate = change.rates_now[number] if of_then is None else change.rates_then[of_then]
-        if group["lr"] == rate:
-            continue
+    said = [sorted(found.returned) for found in of_ranks]
+    if said != [differ] * len(said):
         why = (
-            f"Its first parameter, {first!r}, is new, so the group keeps the options that it has today."
-            if of_then is None
-            else f"Its first parameter, {first!r}, was in group {of_then}, so its options are that group's."
+            "A rank that looks only at rank 0 and itself does not see what others do."
+            if any(said) and len(set(map(tuple, said))) > 1
+            else "All ranks must name the parameters that are frozen on some ranks and trained on others."
         )
-        whose = "today's" if group["lr"] == change.rates_now[number] else "another group's"
+        raise AssertionError(
+            f"{where}{answer.name} returns {said}, rank by rank; it should be {differ}. {why}"
+        )
+    for rank, found in enumerate(of_ranks):
+        _check_values(where, rank, found, flags[rank], bool(differ))
+        sent = [call.nbytes for call in found.calls if call.op == "broadcast"]
+        numels = [math.prod(shape) for shape in SHAPES]
+        trained = [4 * numel for numel, flag in zip(numels, flags[rank]) if flag and not differ]
+        assert sorted(sent) == sorted(trained), (
+            f"{where}rank {rank} takes part in broadcasts of {sent} bytes; {trained} are enough. A frozen "
+            "parameter does not change, so nobody sends it."
+        )
+        others = [call.op for call in found.calls if call.op != "broadcast"]
+        assert len(others) <= 1, (
+            f"{where}rank {rank} makes {len(others)} calls to compare the flags. A call waits for all ranks: "
+            "put the flags of all parameters into one tensor, and make one."
+        )
+
+
+def _check_values(where: str, rank: int, found: AfterStep, flags: Sequence[bool], differ: bool) -> None:
+    for number, (before, after, trained) in enumerate(zip(found.before, found.after, flags)):
+        right = before - 0.5 if trained and not differ else before
+        if torch.equal(after, right):
+            continue
+        changed = not torch.equal(after, before)
+        assert not (differ and changed), (
+            f"{where}parameter {number} of rank {rank} has changed, although the ranks disagree. Compare "
+            "first, then step: whoever catches the mistake goes on from where all ranks were equal."
+        )
+        assert changed, (
+            f"{where}parameter {number} of rank {rank} is not what the plain step makes of it: it has its "
+            "old values. Step `local`, and broadcast what is trained from its owner."
+        )
         raise ExerciseFailed(
-            f"{where}group {number} has lr = {group['lr']}, {whose}; it should be {rate}. {why}"
+            f"{where}parameter {number} of rank {rank} is neither as before nor as after the plain step."
         )
 
 
-def _go_on(returned: State, change: Change) -> bool:
-    """On a rank: whether a sharded optimizer that loads it makes the next step of a plain one."""
-    params, plain = _adam(change.now, change.rates_now)
-    twins, split = _adam(change.now, change.rates_now)
-    zero = ZeroRedundancyOptimizer(split.param_groups, torch.optim.Adam)
-    for optimizer in (plain, zero):
-        optimizer.load_state_dict(copy.deepcopy(returned))
-    for param, twin in zip(params, twins):
-        param.grad, twin.grad = torch.ones_like(param), torch.ones_like(twin)
-    plain.step()
-    zero.step()
-    return all(map(torch.equal, params, twins))
-
-
-# --------------------------------------------------------------------------- 14.2 state to move
+# -------------------------------------------------------------------------------- state to move
 
 BYTES_PER_ELEMENT = 8
 """Adam's two running means in float32."""
@@ -343,7 +290,7 @@ def _in_words(partition: Partition) -> str:
     return " | ".join(of_ranks)
 
 
-# ----------------------------------------------------------------------- 14.3 the calls of a frozen model
+# ---------------------------------------------------------------------------- the calls of a frozen model
 
 Calls = list[tuple[str, int]]
 Flags = list[list[bool]]

@@ -249,7 +249,7 @@ class IsolatedAnswer(Answer):
     def __init__(self, path: str, cells: Cells, seconds: float = 5.0, may_return_none: bool = False) -> None:
         self.path, self.cells = path, cells
         self.seconds, self.may_return_none, self.name = seconds, may_return_none, cells.function
-        self.seed = 0
+        self.seed, self.shown = 0, []
         self._of_thread = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:

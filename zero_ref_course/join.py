@@ -1,4 +1,4 @@
-"""Graders of chapter 15, join: what if ranks run out of data?"""
+"""Graders of the chapter on join: what if ranks run out of data?"""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives
-from zero_ref.lab.meter import recording
-from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.rules import even, sorted_greedy
-from zero_ref_course import Answer, exercise
-from zero_ref_course._company import on_ranks, on_virtual_ranks
+from zero_ref_course import Answer, exercise, shown
+from zero_ref_course._cases import Form, is_number, list_of, named
+from zero_ref_course._company import on_ranks, on_virtual_ranks, outcomes_of
 from zero_ref_course.predictions import prediction
 
-# ------------------------------------------------------------------------------- 15.1 write the shadow step
+# ------------------------------------------------------------------------------------ write the shadow step
 
 STEPS = 3
 SHAPES = [(4, 3), (3,), (3, 2), (2,), (5,)]
@@ -115,7 +114,7 @@ def _check(outcomes: Sequence[Any], joined: set[int]) -> None:
                 )
 
 
-# ------------------------------------------------------------------------------ 15.2 what one batch counts
+# ----------------------------------------------------------------------------------- what one batch counts
 
 INPUTS = [[3, 5, 7], [2, 2, 2], [4, 1], [1, 3, 0]]
 
@@ -161,72 +160,87 @@ def _averages(batches: Sequence[int], by_initial: bool) -> list[float]:
     return seen
 
 
-# ------------------------------------------------------------------------------------------ 15.3 what is lent
+# ---------------------------------------------------------------------------- until all ranks are done
+
+EPOCHS: list[list[list[float]]] = [
+    [[3.0, 4.0, 6.0], [1.0]],
+    [[2.0], [4.0, 6.0], [0.0, 3.0, 9.0]],
+    [[0.0, 0.0, 5.0], [0.0, -1.0]],
+    [[], [7.0, 8.0]],
+    [[1.0, 2.0], [3.0, 5.0], [8.0, 2.0]],
+    [[4.0, 2.0]],
+    [[], []],
+]
+"""The gradients of each rank, a number for each batch: few and many, zeros, a rank without data."""
+
+AVERAGES = Form(list_of(is_number), "It must return a list of numbers, the average of each iteration.")
+
+NOBODY_LEAVES = (
+    "A rank whose data are used up goes on making the call of each iteration, with zeros, until no rank has "
+    "data. And when all are done, every rank must see so in the same iteration."
+)
 
 
-@exercise("join.lent_bytes", seconds=30.0, on_ranks=True)
-def lent_bytes(answer: Answer) -> str:
-    """The bytes of gradients lent in every iteration, beside those recorded on real ranks."""
-    for batches in ([3, 5, 7], [2, 4], [3, 1, 2], [2, 2], *answer.drawn(_drawn_batches, 2)):
-        for rule in ("sorted_greedy", "even"):
-            loads, measured = _lent(batches, rule)
-            ours = [int(nbytes) for nbytes in answer(list(loads), list(batches))]
-            call = f"lent_bytes({list(loads)}, {batches})"
-            assert len(ours) == len(measured), (
-                f"{call} has {len(ours)} entries for {len(measured)} iterations."
+@exercise("join.until_all_are_done", seconds=20.0, on_ranks=True)
+def until_all_are_done(answer: Answer) -> str:
+    """Epochs of different lengths, on virtual ranks and then on real ones."""
+    for epoch in EPOCHS + answer.drawn(_drawn_epoch):
+        _check_epoch(answer, epoch)
+    for epoch in EPOCHS[1:2] + EPOCHS[3:4]:
+        _check_epoch(answer, epoch, real=True)
+    return f"{len(EPOCHS)} uneven epochs, 2 of them on real ranks: no rank waits, and all have the averages"
+
+
+def _drawn_epoch(rng: random.Random) -> list[list[float]]:
+    return [[float(rng.randint(-9, 9)) for _ in range(rng.randint(0, 5))] for _ in range(rng.randint(2, 4))]
+
+
+def _check_epoch(answer: Answer, epoch: list[list[float]], real: bool = False) -> None:
+    given = ", ".join(f"the gradients {of_rank} on rank {rank}" for rank, of_rank in enumerate(epoch))
+    outcomes = outcomes_of(answer, [(list(each),) for each in epoch], given, NOBODY_LEAVES, real=real)
+    sums, active = _sums(epoch)
+    right = [total / count for total, count in zip(sums, active)]
+    for rank, (value, calls, _) in enumerate(outcomes):
+        assert AVERAGES.fits(value), f"{answer.name} returned {shown(value)} on rank {rank}. {AVERAGES.words}"
+        theirs = [float(each) for each in value]
+        if len(theirs) != len(right) or any(abs(a - b) > 1e-5 for a, b in zip(theirs, right)):
+            raise AssertionError(
+                f"with {given}, {answer.name} returns {shown(theirs)} on rank {rank}; it should be "
+                f"{shown(right)}. {_mistake_in_epoch(theirs, epoch, rank)}"
             )
-            for iteration, (mine, theirs) in enumerate(zip(ours, measured)):
-                assert mine == theirs, (
-                    f"{call}: in iteration {iteration} the ranks lent {theirs} bytes of gradients, not "
-                    f"{mine}. {_mistake_in_lending(mine, theirs, sum(loads))}"
-                )
-    return "the bytes recorded on real ranks, for four inputs and two partitions"
+        most = len(right) + 1
+        assert len(calls) <= most, (
+            f"with {given}, rank {rank} makes {len(calls)} calls; {most} are enough, one for each iteration "
+            "and one in which all see that nobody has data. The sum and the number of ranks that add to it "
+            "can travel in one tensor."
+        )
 
 
-def _mistake_in_lending(mine: int, theirs: int, elements: int) -> str:
-    """What is wrong about who is lent gradients, and about the unit; both, if both are."""
-    lent = theirs // 4
-    who = {
-        "": lent,
-        "A rank that still has data has gradients of its own: they are lent to each rank that has left.": (
-            elements - lent
-        ),
-        "Each rank that has left receives the gradients of what it owns, and not all of them.": elements,
-    }
-    units = {"": 4, "That is in elements, and a gradient has 4 bytes an element.": 1}
-    for mistake, numel in who.items():
-        for mistake_in_unit, nbytes in units.items():
-            if mine == numel * nbytes:
-                return f"{mistake} {mistake_in_unit}".strip()
-    return (
-        "Once a step, each rank that has left receives the gradients of what it owns: 4 bytes an element. It "
-        "has left when its batches are used up, and others' are not."
+def _sums(epoch: list[list[float]]) -> tuple[list[float], list[int]]:
+    """Of each iteration the sum, and the number of ranks that have data."""
+    iterations = range(max(map(len, epoch)))
+    active = [[of_rank[i] for of_rank in epoch if i < len(of_rank)] for i in iterations]
+    return [sum(each) for each in active], [len(each) for each in active]
+
+
+def _mistake_in_epoch(theirs: list[float], epoch: list[list[float]], rank: int) -> str:
+    sums, _ = _sums(epoch)
+    if len(theirs) != len(sums):
+        return (
+            f"The epoch has {len(sums)} iterations, as many as the rank with the most data has batches; this "
+            f"is a list of {len(theirs)}."
+        )
+    return named(
+        {
+            "These are the sums. Divide each by the number of ranks that have data in it.": theirs == sums,
+            f"This divides by all {len(epoch)} ranks to the end. Those that have left add nothing: count the "
+            "ranks that have data.": theirs == [total / len(epoch) for total in sums],
+            "These are this rank's own gradients. The average is of all ranks.": (
+                theirs[: len(epoch[rank])] == epoch[rank] != []
+            ),
+        },
+        "In each iteration add up the gradients of the ranks that have data, and divide by their number.",
     )
-
-
-def _lent(batches: Sequence[int], rule: str) -> tuple[tuple[int, ...], list[int]]:
-    of_ranks = on_ranks(_lend_and_record, len(batches), batches, rule)
-    iterations = max(batches)
-    return of_ranks[0][0], [
-        sum(sent[iteration] for _, sent in of_ranks if iteration < len(sent))
-        for iteration in range(iterations)
-    ]
-
-
-def _lend_and_record(batches: Sequence[int], rule: str) -> tuple[tuple[int, ...], list[int]]:
-    """The loads, and what this rank sent to single ranks in each of its steps."""
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 3)))
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, partition=rule)
-    sent = []
-    with Join([ddp, zero]):
-        for _ in range(batches[dist.get_rank()]):
-            ddp.zero_grad()
-            ddp(torch.ones(2, 30)).sum().backward()
-            with recording(zero.collectives) as calls:
-                zero.step()
-            sent.append(sum(call.nbytes for call in calls if call.op == "send"))
-    return zero.partition.loads, sent
 
 
 # --------------------------------------------------------------------------------------- predictions

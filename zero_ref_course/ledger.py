@@ -20,7 +20,7 @@ from zero_ref_course import Answer, exercise, shown
 from zero_ref_course._cases import Form, check_cases, is_number, is_whole, named
 from zero_ref_course.predictions import prediction
 
-# ------------------------------------------------------------------------ 1.1 how many ranks does it take
+# ---------------------------------------------------------------------------- how many ranks does it take
 
 Run = tuple[int, int, int, tuple[int, int, int]]
 """Parameters, room in bytes, stage, and the bytes of each parameter: itself, its gradient, its state."""
@@ -189,7 +189,7 @@ _MISTAKES = {
 """A mistake in what is divided, in the quotient, or in both."""
 
 
-# ------------------------------------------------------------------- 1.2 why a run did not shrink as much
+# ----------------------------------------------------------------------- why a run did not shrink as much
 
 BALANCED = [9_000, 8_000, 8_000, 7_000, 600, 500, 500, 400]
 ONE_LARGE = [60_000, 2_000, 2_000, 1_000, 500]
@@ -275,7 +275,7 @@ def _mistake_in_remedy(
     )
 
 
-# ------------------------------------------------------------------------------------------ 1.3 the floor
+# ---------------------------------------------------------------------------------------------- the floor
 
 
 @exercise("ledger.floor", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))

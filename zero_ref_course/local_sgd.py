@@ -34,7 +34,7 @@ from zero_ref_course._cases import Form, is_number
 from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
-# ------------------------------------------------------------------------- 17.1 after which steps ranks agree
+# ------------------------------------------------------------------------------ after which steps ranks agree
 
 RUNS = [(11, 2, 3, True), (11, 2, 3, False), (9, 0, 4, True), (7, 5, 4, False), (4, 6, 2, True)]
 
@@ -141,7 +141,7 @@ def _check_steps(answer: Answer, case: tuple[int, int, int, bool], expected: lis
     )
 
 
-# --------------------------------------------------------------------------------------- 17.2 what is sent
+# -------------------------------------------------------------------------------------------- what is sent
 
 MEASURED = (500_000, 2, 11, 3, 4)
 """Payload in bytes, ranks, steps, warm-up, period: on real ranks, where 1% is more than the headers."""
@@ -229,7 +229,7 @@ def _sent_in_a_run(case: tuple[int, int, int, int, int]) -> int | None:
     return bytes_sent_by(run)
 
 
-# --------------------------------------------------------------------------------- 17.3 write the average
+# -------------------------------------------------------------------------------------- write the average
 
 SHAPES = [(3, 4), (4,), (), (2, 5)]
 

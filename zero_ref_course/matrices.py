@@ -1,30 +1,30 @@
-"""Graders of chapter 13, matrices: may every parameter be cut?"""
+"""Graders of the chapter on matrices: may every parameter be cut?"""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.nn.functional import normalize
 from torch.optim import SGD, Adafactor, Adagrad, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop
-from torch.utils.flop_counter import FlopCounterMode
 
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives
+from zero_ref.lab.meter import recording
+from zero_ref.plan.calls import Call
 from zero_ref.plan.choice import loads_under, plan_partition
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.plan.rules import newton_schulz_operations
 from zero_ref.simulator.ledger import state_bytes_of_rank
-from zero_ref.simulator.models import matrices_whole, shapes, specs
-from zero_ref_course import Answer, ExerciseFailed, call_text, exercise, shown
-from zero_ref_course._cases import Form, check_cases, is_whole
+from zero_ref_course import Answer, ExerciseFailed, exercise, in_words, shown
+from zero_ref_course._cases import Form, named
+from zero_ref_course._company import on_ranks, on_virtual_ranks, outcomes_of
 from zero_ref_course.predictions import prediction
 
-Shapes = Sequence[tuple[int, int]]
-
-# ------------------------------------------------------------------------------------ 13.1 may it be cut?
+# ----------------------------------------------------------------------------------------- may it be cut?
 
 
 class _Scaled(Optimizer):
@@ -166,190 +166,230 @@ def may_be_cut(answer: Answer) -> str:
     return f"the right verdict about {names}"
 
 
-# ------------------------------------------------------------------------------ 13.2 the cost of a matrix
+# ------------------------------------------------------------------------ a matrix that is cut by rows
 
-SIZES: list[tuple[int, int, int]] = [(2, 3, 1), (8, 8, 1), (4, 32, 3), (32, 4, 3), (48, 64, 5), (96, 16, 2)]
-"""Rows, columns and iterations; small, because the check counts what Muon does with them."""
+ROWS: list[tuple[list[int], int]] = [([2, 2], 3), ([1, 4, 2], 5), ([3], 4), ([0, 3], 2), ([5, 0, 1, 7], 8)]
+"""Rows of the matrix that each rank has, and its columns: as many, more and less, alone, none."""
 
-
-@exercise("matrices.operations", forbids=("zero_ref.plan.rules.newton_schulz_operations",))
-def operations(answer: Answer) -> str:
-    """The operations that are counted in a step of torch.optim.Muon; for large matrices the formula."""
-    drawn = answer.drawn(lambda rng: (rng.randint(2, 60), rng.randint(2, 60), rng.randint(1, 5)))
-    counted = [_counted_in_muon(*case) for case in SIZES + drawn]
-    _check_operations(answer, SIZES + drawn, counted, "torch.optim.Muon makes")
-    large = [(1024, 1024, 5), (64, 16384, 5), (16384, 64, 5)]
-    _check_operations(answer, large, [_cost(case[:2]) for case in large], "the formula gives")
-    return f"as counted in {len(SIZES)} steps of torch.optim.Muon"
+ALIKE = "Every rank makes the same calls, with tensors of one shape, also a rank that has no row."
 
 
-def _counted_in_muon(rows: int, columns: int, iterations: int) -> int:
-    matrix = nn.Parameter(torch.ones(rows, columns))
-    matrix.grad = torch.ones(rows, columns)
-    muon = Muon([matrix], ns_steps=iterations)
-    with FlopCounterMode(display=False) as counter:
-        muon.step()
-    return int(counter.get_total_flops())
+@exercise("matrices.rows_and_columns", on_ranks=True)
+def rows_and_columns(answer: Answer) -> str:
+    """The update of RowsAndColumns on ranks that each have some rows, beside that of the whole matrix."""
+    for rows, columns in ROWS + answer.drawn(_drawn_rows):
+        _check_rows(answer, rows, columns)
+    _check_rows(answer, *ROWS[1], real=True)
+    return f"{len(ROWS)} matrices cut by rows are scaled like whole ones, one of them on real ranks"
 
 
-def _check_operations(
-    answer: Answer, cases: Sequence[tuple[int, int, int]], rights: Sequence[int], who: str
+def _drawn_rows(rng: random.Random) -> tuple[list[int], int]:
+    return [rng.randint(0, 5) for _ in range(rng.randint(1, 4))] + [1], rng.randint(2, 6)
+
+
+def _check_rows(answer: Answer, rows: list[int], columns: int, real: bool = False) -> None:
+    gradient = torch.randn(sum(rows), columns, generator=torch.Generator().manual_seed(1 + answer.seed))
+    owned = gradient.split(rows)
+    given = f"{rows} rows of {columns} columns on the ranks"
+    outcomes = outcomes_of(answer, [(part.clone(),) for part in owned], given, ALIKE, real=real)
+    right = _scaled_by(gradient, gradient.square().mean(0)).split(rows)
+    for rank, ((value, calls, _), should, own) in enumerate(zip(outcomes, right, owned)):
+        where = f"with {given}, on rank {rank}"
+        is_part = isinstance(value, torch.Tensor) and value.shape == own.shape
+        assert is_part, (
+            f"{where} {answer.name} returned {shown(value)}. It must return a tensor of the shape of this "
+            f"rank's rows, {tuple(own.shape)}."
+        )
+        numbers = sum(call.nbytes for call in calls) // 4
+        most = 2 * columns + 2  # two calls in place of one are fine
+        assert numbers <= most, (
+            f"{where} {answer.name} sends {numbers} numbers; {columns + 1} are enough, a sum for each column "
+            "and the number of rows. The gradients stay where they are."
+        )
+        assert torch.allclose(value, should, rtol=1e-4, atol=1e-6), (
+            f"{where} {answer.name} returns other values than the whole matrix has in these rows. "
+            + _mistake_in_rows(value, owned, rank)
+        )
+
+
+def _scaled_by(rows: torch.Tensor, of_columns: torch.Tensor) -> torch.Tensor:
+    return rows / (of_columns * rows.square().mean(1, keepdim=True)).sqrt().sqrt()
+
+
+def _mistake_in_rows(value: torch.Tensor, owned: Sequence[torch.Tensor], rank: int) -> str:
+    own, whole = owned[rank], torch.cat([*owned])
+    some = [part for part in owned if len(part)]
+
+    def is_(other: torch.Tensor) -> bool:
+        return torch.allclose(value, other, rtol=1e-4, atol=1e-6)
+
+    means = [part.square().mean(0) for part in some]
+    of_columns, of_rows = whole.square().mean(0), own.square().mean(1, keepdim=True)
+    return named(
+        {
+            "The means of the columns are those of this rank's rows alone. Other ranks have the rest.": (
+                is_(_scaled_by(own, own.square().mean(0)))
+            ),
+            "This averages the ranks' means. Ranks have different numbers of rows: add up squares and rows, "
+            "then divide.": is_(_scaled_by(own, torch.stack(means).mean(0)))
+            or is_(_scaled_by(own, torch.stack(means).sum(0) / len(owned))),
+            "The sums of the columns are not divided by the number of rows of all ranks.": (
+                is_(_scaled_by(own, whole.square().sum(0)))
+                or is_(_scaled_by(own, whole.square().sum(0) / max(1, len(own))))
+            ),
+            "The gradient is divided by the fourth root of the product: take the root twice.": (
+                is_(own / (of_columns * of_rows).sqrt())
+            ),
+            "Divide by the means of the rows, too. A rank has whole rows, so these need no other rank.": (
+                is_(own / of_columns.sqrt().sqrt())
+            ),
+        },
+        "Divide each element by the fourth root of the mean square of its row times that of its column.",
+    )
+
+
+# ------------------------------------------------------------------------ whole for a moment
+
+SHAPES: list[list[tuple[int, int]]] = [
+    [(2, 3), (1, 4)],
+    [(1, 2), (3, 2), (2, 5)],
+    [(4, 4)],
+    [(2, 2)] * 4,
+]
+"""For each matrix the rows that each rank has of it, and its columns; as many matrices as ranks."""
+
+
+class _Updated(NamedTuple):
+    """What a rank returned, the matrices that it updated, and what it called."""
+
+    value: Any
+    updated: list[torch.Tensor]
+    calls: list[Call]
+
+
+@exercise("matrices.update_whole", seconds=20.0, on_ranks=True)
+def update_whole(answer: Answer) -> str:
+    """Matrices cut by rows, each updated as a whole by one rank, on virtual ranks and on real ones."""
+    for shapes_of in SHAPES + answer.drawn(_drawn_shapes, 4):
+        of_ranks = on_virtual_ranks(
+            _update_here,
+            len(shapes_of),
+            answer,
+            shapes_of,
+            waiting=lambda why: (
+                f"a rank waits for a message that does not come, or has another shape: {why} "
+                "In the first exchange rank r receives every rank's rows of matrix r; in the second it gets "
+                "its own rows of each matrix back."
+            ),
+        )
+        _check_updated(answer, shapes_of, of_ranks)
+    _check_updated(answer, SHAPES[1], on_ranks(_update_on_a_real_rank, len(SHAPES[1]), answer, SHAPES[1]))
+    return f"on 1 to {max(map(len, SHAPES))} ranks each matrix is whole on one of them, for a moment"
+
+
+def _drawn_shapes(rng: random.Random) -> list[tuple[int, int]]:
+    return [(rng.randint(1, 4), rng.randint(1, 5)) for _ in range(rng.randint(2, 4))]
+
+
+def _parts(shapes_of: Sequence[tuple[int, int]], seed: int) -> list[list[torch.Tensor]]:
+    """For each rank its rows of every matrix."""
+    n = len(shapes_of)
+    generator = torch.Generator().manual_seed(seed)
+    wholes = [torch.randn(n * rows, columns, generator=generator) for rows, columns in shapes_of]
+    return [[whole.chunk(n)[rank].clone() for whole in wholes] for rank in range(n)]
+
+
+def _update(matrix: torch.Tensor) -> torch.Tensor:
+    """Stands for Muon's: no row of it can be had from that row alone."""
+    return matrix / matrix.norm() + matrix.mean()
+
+
+def _update_here(comm: Collectives, answer: Answer, shapes_of: Sequence[tuple[int, int]]) -> _Updated:
+    updated: list[torch.Tensor] = []
+
+    def update(matrix: torch.Tensor) -> torch.Tensor:
+        """The update of a whole matrix."""
+        updated.append(matrix.detach().clone())
+        return _update(matrix)
+
+    rows = _parts(shapes_of, answer.seed)[comm.rank]
+    with recording(comm) as calls, in_words("rows, update, comm", answer, rows, update, comm):
+        value = answer(rows, update, comm)
+    return _Updated(value, updated, calls)
+
+
+def _update_on_a_real_rank(answer: Answer, shapes_of: Sequence[tuple[int, int]]) -> _Updated:
+    return _update_here(as_collectives(None), answer, shapes_of)
+
+
+def _check_updated(
+    answer: Answer, shapes_of: Sequence[tuple[int, int]], of_ranks: Sequence[_Updated]
 ) -> None:
-    check_cases(
-        answer,
-        cases,
-        rights,
-        Form(is_whole, "It must return a whole number: use //, not /.").returned_by,
-        otherwise=_mistake_in_operations,
-        said=lambda number, right, *case: (
-            f"{call_text(answer.name, *case)} returned {number:,}, and {who} {right:,}."
-        ),
-    )
+    n, parts = len(of_ranks), _parts(shapes_of, answer.seed)
+    wholes = [torch.cat([of_rank[number] for of_rank in parts]) for number in range(n)]
+    for rank, (value, updated, _) in enumerate(of_ranks):
+        where = f"on rank {rank} of {n}, "
+        are_parts = isinstance(value, (list, tuple)) and [
+            tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in value
+        ] == [tuple(one.shape) for one in parts[rank]]
+        assert are_parts, (
+            f"{where}{answer.name} returned {shown(value)}. It must return a list: for each matrix this "
+            "rank's rows of its update, in the shape of the rows that it was given."
+        )
+        assert len(updated) == 1, (
+            f"{where}update is called {len(updated)} times. Rank r updates matrix r, and no other: so the "
+            "work is divided like the state."
+        )
+        whole = wholes[rank]
+        if not torch.equal(updated[0], whole):
+            same = updated[0].shape == whole.shape and torch.equal(
+                updated[0].flatten().sort().values, whole.flatten().sort().values
+            )
+            raise AssertionError(
+                f"{where}what is updated is not matrix {rank}. "
+                + (
+                    "Its rows are in another order: those of rank 0 first, then those of rank 1, and so on, "
+                    "this rank's own in between."
+                    if same
+                    else f"It has {updated[0].numel()} elements, and the matrix has {whole.numel()}: put "
+                    "all ranks' rows of it together."
+                )
+            )
+    for rank, (value, _, calls) in enumerate(of_ranks):
+        where = f"on rank {rank} of {n}, "
+        for number, (theirs, matrix) in enumerate(zip(value, wholes)):
+            should = _update(matrix).chunk(n)[rank]
+            assert torch.allclose(theirs, should, rtol=1e-5, atol=1e-6), (
+                f"{where}its rows of the update of matrix {number} are not right. "
+                + _mistake_in_update(theirs, parts[rank][number], _update(matrix).chunk(n), number, rank)
+            )
+        sent = sum(call.nbytes for call in calls if call.op != "recv")
+        own = sum(one.nbytes for one in parts[rank])
+        once = own - parts[rank][rank].nbytes + (n - 1) * parts[rank][rank].nbytes
+        assert sent <= once, (
+            f"{where}{sent} bytes are sent; {once} are enough: to each rank this rank's rows of its matrix, "
+            "and later the rows that it gets back. An all-gather would bring every matrix to every rank."
+        )
 
 
-def _mistake_in_operations(number: int, right: int, rows: int, columns: int, iterations: int) -> str:
-    m, n = sorted((rows, columns))
-    return {
-        right // iterations: "That is one iteration. Each one makes the three products again.",
-        iterations * (4 * m * m * n): "The product of A with itself is missing, which is of m x m matrices.",
-        iterations * (2 * m * m * n + 2 * m**3): (
-            "One product is missing: X with its transpose and B with X cost the same."
-        ),
-        iterations * (2 * m * m * n + m**3): (
-            "These are the multiplications alone. Each one is followed by an addition: count both."
-        ),
-        iterations * (4 * n * n * m + 2 * n**3): (
-            "This multiplies n x n matrices. Muon transposes a matrix with more rows than columns, so that "
-            "the smaller side is m."
-        ),
-    }.get(number, "Count the multiplications and additions of the three products.")
+def _mistake_in_update(
+    theirs: torch.Tensor, before: torch.Tensor, updated: Sequence[torch.Tensor], number: int, rank: int
+) -> str:
+    if torch.equal(theirs, before):
+        return "They are as before: the owner has to send them back."
+    for other, part in enumerate(updated):
+        if other != rank and part.shape == theirs.shape and torch.allclose(theirs, part, rtol=1e-5):
+            return f"They are those of rank {other}. To rank r go the rows with number r of its share."
+    if number == rank:
+        return "This rank updates that matrix itself: it keeps its own rows of the result."
+    return f"They come from rank {number}, in the second exchange."
 
 
-# ------------------------------------------------------------------------------------ 13.3 balance by cost
-
-
-def _gpt(model: str) -> Shapes:
-    matrices = (param.shape for param in matrices_whole(specs(shapes(model))) if param.whole)
-    return [(rows, columns) for rows, columns in matrices]
-
-
-def _cases() -> list[tuple[Shapes, int]]:
-    rng = random.Random(3)
-    drawn = [_drawn_case(rng) for _ in range(6)]
-    return [
-        ([(128, 128)] + 4 * [(16, 1024)], 2),
-        (4 * [(1024, 16)] + [(128, 128)], 2),
-        ([(64, 64)], 3),
-        *drawn,
-        *[_drawn_alike(rng) for _ in range(6)],
-        (_gpt("gpt2"), 8),
-        (_gpt("llama3-8b"), 64),
-    ]
-
-
-def _drawn_case(rng: random.Random) -> tuple[Shapes, int]:
-    sides = (16, 64, 128, 1024)
-    return [(rng.choice(sides), rng.choice(sides)) for _ in range(rng.randint(2, 12))], rng.randint(1, 5)
-
-
-def _drawn_alike(rng: random.Random) -> tuple[Shapes, int]:
-    """Sides so close to each other that both terms of the cost decide."""
-    sides = (96, 112, 128, 144, 160)
-    return [(rng.choice(sides), rng.choice(sides)) for _ in range(rng.randint(7, 12))], rng.randint(2, 4)
-
-
-@exercise(
-    "matrices.by_cost",
-    forbids=(
-        "zero_ref.plan.choice.plan_partition",
-        "zero_ref.plan.rules.sorted_greedy",
-    ),
-)
-def by_cost(answer: Answer) -> str:
-    """Owners under which no rank has more operations than the fullest has when the costliest goes first."""
-    cases = _cases() + answer.drawn(_drawn_case)
-    owners = [_owners(answer, *case) for case in cases]
-    fullest = [max(_loads(*case, ranks)) for case, ranks in zip(cases, owners)]
-    aims = [max(_loads(*case, _packed(*case))) for case in cases]
-    if all(mine <= aim for mine, aim in zip(fullest, aims)):
-        return f"{len(cases)} lists of matrices on 1 to {max(n for _, n in cases)} ranks"
-    for mistake, rule in _MISTAKES.items():
-        if fullest == [max(_loads(*case, rule(*case))) for case in cases]:
-            raise AssertionError(mistake)
-    first = next(i for i in range(len(cases)) if fullest[i] > aims[i])
-    raise AssertionError(
-        f"{call_text(answer.name, *cases[first])} returned {shown(owners[first])}: the fullest rank has "
-        f"{fullest[first]:,} operations, and {aims[first]:,} if the costliest matrix that is left always "
-        "goes to the rank with the fewest operations."
-    )
-
-
-def _owners(answer: Answer, matrices: Shapes, world_size: int) -> list[int]:
-    call = call_text(answer.name, matrices, world_size)
-    returned = answer(list(matrices), world_size)
-    are_ranks = isinstance(returned, list) and all(
-        isinstance(owner, int) and 0 <= owner < world_size for owner in returned
-    )
-    is_complete = are_ranks and len(returned) == len(matrices)
-    assert is_complete, (
-        f"{call} returned {shown(returned)}. It must return a list: for each of the {len(matrices)} "
-        f"matrices, in the order given, its owner, a number from 0 to {world_size - 1}."
-    )
-    return list(returned)
+# --------------------------------------------------------------------------------------- predictions
 
 
 def _cost(shape: tuple[int, int]) -> int:
     return int(newton_schulz_operations(ParamSpec(shape[0] * shape[1], shape=shape)))
-
-
-def _loads(matrices: Shapes, world_size: int, owners: Sequence[int]) -> list[int]:
-    loads = [0] * world_size
-    for shape, owner in zip(matrices, owners):
-        loads[owner] += _cost(shape)
-    return loads
-
-
-def _packed(
-    matrices: Shapes,
-    world_size: int,
-    weight: Callable[[tuple[int, int]], int] = _cost,
-    *,
-    largest_first: bool = True,
-) -> list[int]:
-    """Owners if each matrix goes to the rank with the least weight so far."""
-    order = list(range(len(matrices)))
-    if largest_first:
-        order.sort(key=lambda i: -weight(matrices[i]))
-    loads, owners = [0] * world_size, [0] * len(matrices)
-    for i in order:
-        owners[i] = loads.index(min(loads))
-        loads[owners[i]] += weight(matrices[i])
-    return owners
-
-
-def _in_sorted_order(matrices: Shapes, world_size: int) -> list[int]:
-    order = sorted(range(len(matrices)), key=lambda i: -_cost(matrices[i]))
-    owners = _packed(matrices, world_size)
-    return [owners[i] for i in order]
-
-
-_MISTAKES: dict[str, Callable[[Shapes, int], list[int]]] = {
-    "This balances the elements. A matrix of 128 x 128 has as many as one of 16 x 1,024, and twelve times "
-    "the operations: balance `operations(rows, columns, 5)`.": lambda matrices, n: _packed(
-        matrices, n, lambda shape: shape[0] * shape[1]
-    ),
-    "This hands the matrices out in the order given. A costly one at the end finds no room: place the "
-    "costliest first.": lambda matrices, n: _packed(matrices, n, largest_first=False),
-    "This balances the number of matrices. Add up what each costs.": lambda matrices, n: _packed(
-        matrices, n, lambda shape: 1, largest_first=False
-    ),
-    "These are the right owners in the wrong places: entry i belongs to the i-th costliest matrix. Put it "
-    "where that matrix stands in the list.": _in_sorted_order,
-}
-"""What a reader may have written, by what there is to say about it."""
-
-
-# --------------------------------------------------------------------------------------- predictions
 
 
 @prediction(

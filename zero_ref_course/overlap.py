@@ -1,37 +1,37 @@
-"""Chapter 6's graders: a bucket size beside others, calls beside a recording, a hook beside plain Adam."""
+"""Graders of the chapter on overlap: a bucket size beside others, reductions in time, a hook beside Adam."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_ref.backward.overlap import hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import gradients_in
 from zero_ref.comm import devices
-from zero_ref.lab.meter import recording_all_reduce
-from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.calls import Call, ordinary
-from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.plan.rules import sorted_greedy
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.models import MODELS
+from zero_ref.simulator.operations import COMPUTE, NETWORK
 from zero_ref.simulator.scenario import Scenario
-from zero_ref.simulator.schedule import calls_of_rank
-from zero_ref.simulator.timeline import BucketTimes, bucket_times, simulate
-from zero_ref_course import Answer, call_text, exercise, shown
-from zero_ref_course._company import on_ranks
+from zero_ref.simulator.timeline import BucketTimes, Event, Timeline, bucket_times, simulate
+from zero_ref_course import Answer, call_text, exercise, in_words, shown
+from zero_ref_course._cases import list_of, named
+from zero_ref_course._company import on_ranks, on_virtual_ranks
+from zero_ref_course._pictures import timelines
 from zero_ref_course._rehearsal import HookBucket, rehearse
 from zero_ref_course.predictions import prediction
 
-# ------------------------------------------------------------------------------------ 6.1 the bucket size
+# ---------------------------------------------------------------------------------------- the bucket size
 
 LINKS = [  # bytes, backward ms, latency ms, GB/s
     (1e9, 100.0, 0.05, 25.0),
@@ -48,7 +48,7 @@ TOLERANCE = 1.1
 MOST_BUCKETS = 20_000
 
 
-@exercise("overlap.bucket_size")
+@exercise("overlap.bucket_size", draws=timelines)
 def bucket_size(answer: Answer) -> str:
     """Bytes of a bucket with which an iteration takes hardly longer than with the best of many sizes."""
     for link in LINKS + answer.drawn(_drawn_link, 4):
@@ -62,7 +62,9 @@ def bucket_size(answer: Answer) -> str:
             f"would make {nbytes / chosen:,.0f} buckets."
         )
         best = min(COUNTS, key=lambda count, link=link: _iteration_ms(nbytes / count, *link))  # type: ignore[misc]
-        shortest_ms, taken_ms = _iteration_ms(nbytes / best, *link), _iteration_ms(chosen, *link)
+        theirs, right = (simulate(_buckets(size, *link), "interleaved") for size in (chosen, nbytes / best))
+        answer.shows(theirs, right)
+        shortest_ms, taken_ms = right.makespan_ms, theirs.makespan_ms
         if taken_ms > TOLERANCE * shortest_ms:
             buckets = _buckets(chosen, *link)
             last_ms = buckets[-1].reduce_ms + buckets[-1].broadcast_ms
@@ -98,46 +100,206 @@ def _iteration_ms(size: float, *link: float) -> float:
     return simulate(_buckets(size, *link), "interleaved").makespan_ms
 
 
-# ----------------------------------------------------------------------------- 6.2 the calls in their order
+# ------------------------------------------------------------------------- reduce while backward goes on
 
-RUNS: list[tuple[int, list[int], str | list[list[int]], int]] = [
-    (2, [4, 3, 6, 2, 5], "sorted_greedy", 60),
-    (2, [16, 20, 12, 8], "even", 400),
-    (3, [4, 3, 6, 2], [[5, 0, 3], [], [1, 2, 4]], 40),
-    (2, [4, 3, 2], "sorted_greedy", 10**6),
-]
-"""Ranks, widths of the layers, partition, bytes of a bucket. Whole parameters; parameters that are cut;
-owners in no order and a rank without any; one bucket for all."""
+BACKWARD_MS, REDUCE_MS = 4.0, 3.0
+"""What the backward of a layer and the reduction of its gradient take on the rehearsal's clock."""
+
+NUMEL = 5
 
 
-@exercise(
-    "overlap.interleaved_calls",
-    on_ranks=True,
-    forbids=(
-        "zero_ref.simulator.schedule.schedule",
-        "zero_ref.simulator.schedule.calls_of_rank",
-    ),
-)
-def interleaved_calls(answer: Answer) -> str:
-    """The calls of an interleaved iteration, as two and three real ranks make them."""
-    count = 0
-    for world_size, *run in RUNS + answer.drawn(_drawn_run, 2):
-        of_rank = on_ranks(_record, world_size, *run)
-        partition, buckets, recorded = of_rank[0]
-        assert all(calls == recorded for _, _, calls in of_rank), "the ranks made different calls"
-        theirs = _as_calls(answer, partition, buckets)
-        owned = [[tuple(piece) for piece in slices] for slices in partition.slices_of_rank]
-        assert theirs == recorded, (
-            f"{world_size} ranks own the slices {owned}, and DDP's buckets are {buckets}: "
-            f"{_mistake_in_calls(theirs, recorded, partition, buckets)}"
+class _Watched:
+    """A rank's network with a clock. A tensor holds nothing until somebody has waited for its reduction."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self._comm = comm
+        self.now_ms = self.network_free_ms = 0.0
+        self.events: list[Event] = []
+        self.left: set[int] = set()
+        self.other_calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._comm, name)
+        if not callable(value):
+            return value
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.other_calls.append(name)
+            return value(*args, **kwargs)
+
+        return noted
+
+    @property
+    def rank(self) -> int:
+        return self._comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._comm.world_size
+
+    def backward(self, number: int, seed: int) -> torch.Tensor:
+        start_ms, self.now_ms = self.now_ms, self.now_ms + BACKWARD_MS
+        self.events.append(Event(COMPUTE, "backward", number, start_ms, self.now_ms))
+        return _layer_gradient(self.rank, number, seed)
+
+    def all_reduce(self, tensor: torch.Tensor) -> _Reduction:
+        number = sum(event.lane == NETWORK for event in self.events)
+        start_ms = max(self.now_ms, self.network_free_ms)
+        self.network_free_ms = start_ms + REDUCE_MS
+        self.events.append(Event(NETWORK, "reduce", number, start_ms, self.network_free_ms))
+        values = tensor.detach().clone()
+        self._comm.all_reduce(values).wait()
+        tensor.detach().fill_(torch.nan)
+        self.left.add(number)
+        return _Reduction(self, number, tensor, values, self.network_free_ms)
+
+
+class _Reduction:
+    """An all-reduce that was started."""
+
+    def __init__(
+        self, of: _Watched, number: int, tensor: torch.Tensor, values: torch.Tensor, done_ms: float
+    ) -> None:
+        self.of, self.number, self.tensor, self.values, self.done_ms = of, number, tensor, values, done_ms
+
+    def wait(self) -> None:
+        self.of.now_ms = max(self.of.now_ms, self.done_ms)
+        if self.number in self.of.left:
+            self.of.left.remove(self.number)
+            self.tensor.detach().copy_(self.values)
+
+
+class _Reduced(NamedTuple):
+    """What a rank returned, when it computed and sent, and which reductions nobody has waited for."""
+
+    value: Any
+    timeline: Timeline
+    left: set[int]
+    other_calls: list[str]
+
+
+@exercise("overlap.reduce_as_ready", seconds=20.0, on_ranks=True, draws=timelines)
+def reduce_as_ready(answer: Answer) -> str:
+    """Gradients averaged behind backward: rehearsed with a clock on virtual ranks, then on real ones."""
+    for size, count in [(2, 4), (3, 2), (2, 1), (1, 3), *answer.drawn(_drawn_backward, 3)]:
+        of_ranks = on_virtual_ranks(
+            _rehearse_backward,
+            size,
+            answer,
+            count,
+            waiting=lambda why, n=size: (  # type: ignore[misc]
+                f"on {n} ranks, ranks wait for each other: {why} Every rank reduces the gradient of every "
+                "layer, in the order of backward."
+            ),
         )
-        count += len(recorded)
-    return f"{count} calls in {len(RUNS)} runs on real ranks, in this order on every rank"
+        answer.shows(of_ranks[0].timeline, _as_soon_as_ready(count))
+        for rank, found in enumerate(of_ranks):
+            _check_reduced(answer, f"on rank {rank} of {size}, with {count} layers,", found, size, count)
+    for rank, value in enumerate(on_ranks(_reduce_on_a_real_rank, 2, answer, 4)):
+        _check_means(answer, f"on real rank {rank} of 2,", value, 2, 4)
+    return "every average, each reduction started before the next layer computes; also on two real ranks"
 
 
-def _drawn_run(rng: random.Random) -> tuple[int, list[int], str, int]:
-    widths = [rng.randint(2, 20) for _ in range(rng.randint(3, 5))]
-    return rng.randint(2, 3), widths, rng.choice(("sorted_greedy", "even")), rng.choice((60, 300))
+def _drawn_backward(rng: random.Random) -> tuple[int, int]:
+    return rng.randint(2, 4), rng.randint(1, 7)
+
+
+def _layer_gradient(rank: int, number: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * rank + number)
+    return torch.randn(NUMEL, generator=generator)
+
+
+def _rehearse_backward(comm: Collectives, answer: Answer, count: int) -> _Reduced:
+    watched = _Watched(comm)
+    backward = [partial(watched.backward, number, answer.seed) for number in range(count)]
+    value = _called(answer, backward, watched)
+    return _Reduced(value, Timeline(tuple(watched.events)), watched.left, watched.other_calls)
+
+
+def _reduce_on_a_real_rank(answer: Answer, count: int) -> Any:
+    comm = as_collectives(None)
+    backward = [partial(_layer_gradient, comm.rank, number, answer.seed) for number in range(count)]
+    return _called(answer, backward, comm)
+
+
+def _called(answer: Answer, parts: Sequence[Callable[[], torch.Tensor]], comm: Any) -> Any:
+    backward = [_function_of(part) for part in parts]
+    with in_words("backward, comm", answer, backward, comm):
+        return answer(backward, comm)
+
+
+def _function_of(part: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def layer() -> torch.Tensor:
+        """Compute the gradient of the next layer, and return it."""
+        return part()
+
+    return layer
+
+
+def _as_soon_as_ready(count: int) -> Timeline:
+    times = [BucketTimes(BACKWARD_MS, REDUCE_MS, 0.0, 0.0)] * count
+    both = ("backward", "reduce")
+    return Timeline(tuple(event for event in simulate(times, "plain").events if event.label in both))
+
+
+def _check_reduced(answer: Answer, where: str, found: _Reduced, size: int, count: int) -> None:
+    events = found.timeline.events
+    order = [event.label for event in events]
+    assert not found.other_calls, (
+        f"{where} {answer.name} calls {found.other_calls[0]}. Use all_reduce, once for each layer."
+    )
+    assert order.count("backward") == count, (
+        f"{where} {answer.name} computes {order.count('backward')} gradients. Each layer is computed once."
+    )
+    assert order.count("reduce") == count, (
+        f"{where} {answer.name} starts {order.count('reduce')} reductions. Start one for each layer as soon "
+        "as its gradient is there; a sum of all at the end hides behind nothing."
+    )
+    assert not found.left, (
+        f"{where} {answer.name} returns while the reduction of gradient {min(found.left)} is under way. "
+        "Call .wait() on what all_reduce returned, before you return."
+    )
+    _check_means(answer, where, found.value, size, count)
+    possible_ms = _as_soon_as_ready(count).makespan_ms
+    if found.timeline.makespan_ms > possible_ms:
+        late = order[:count] == ["backward"] * count and count > 1
+        raise AssertionError(
+            f"{where} the gradients are right, and after {found.timeline.makespan_ms:g} ms, where "
+            f"{possible_ms:g} ms are possible. "
+            + (
+                "Nothing is sent before backward has ended. Start a layer's reduction before you compute the "
+                "next layer."
+                if late
+                else "It waits for a reduction before it computes the next layer, so backward stands still "
+                "while the network works. Keep what all_reduce returns, and wait at the end."
+            )
+        )
+
+
+def _check_means(answer: Answer, where: str, value: Any, size: int, count: int) -> None:
+    are_tensors = list_of(lambda one: isinstance(one, torch.Tensor) and one.numel() == NUMEL, count)(value)
+    assert are_tensors, (
+        f"{where} {answer.name} returned {shown(value)}. It must return a list: the averaged gradient of "
+        "each layer, in the order of backward."
+    )
+    for number, theirs in enumerate(value):
+        of_ranks = torch.stack([_layer_gradient(rank, number, answer.seed) for rank in range(size)])
+        if torch.allclose(theirs.detach(), of_ranks.mean(0), rtol=1e-5, atol=1e-6):
+            continue
+        mistakes = {
+            "It was used before its reduction was over: until wait() returns a tensor belongs to the "
+            "call.": bool(theirs.isnan().any()),
+            f"It is the sum over the {size} ranks: divide by their number.": (
+                torch.allclose(theirs, of_ranks.sum(0), rtol=1e-5)
+            ),
+            "It is one rank's own gradient, not reduced.": any(
+                torch.allclose(theirs, one, rtol=1e-5) for one in of_ranks
+            ),
+        }
+        raise AssertionError(
+            f"{where} gradient {number} is not the mean over the ranks. "
+            + named(mistakes, "A tensor must not be changed from the start of its reduction to its end.")
+        )
 
 
 def _layers(widths: Sequence[int]) -> nn.Sequential:
@@ -146,88 +308,10 @@ def _layers(widths: Sequence[int]) -> nn.Sequential:
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
 
 
-def _record(
-    widths: list[int], strategy: str | list[list[int]], cap_bytes: int
-) -> tuple[Partition, list[list[int]], list[Call]]:
-    """On a rank: the buckets and the calls of the second interleaved iteration."""
-    model = _layers(widths)
-    number_of_param = {param: number for number, param in enumerate(model.parameters())}
-    ddp = DistributedDataParallel(model, bucket_cap_mb=cap_bytes / 2**20)
-    zero = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.Adam, overlap_with_ddp=True, partition=strategy
-    )
-    calls: list[Call] = []
-    buckets: list[list[int]] = []
-    zero.collectives.observers.append(calls.append)
-    hook = hook_with_zero_step_interleaved(recording_all_reduce(calls), ddp, zero)
-
-    def noting(state, bucket):  # type: ignore[no-untyped-def]
-        buckets.append([number_of_param[param] for param in bucket.parameters()])
-        return hook(state, bucket)
-
-    ddp.register_comm_hook(None, noting)
-    for _ in range(2):
-        calls.clear()
-        buckets.clear()
-        zero.zero_grad()
-        ddp(torch.ones(2, widths[0])).sum().backward()
-        zero.step()
-    return zero.partition, buckets, ordinary(calls)
+# ------------------------------------------------------------------------------------------ write the hook
 
 
-def _as_calls(answer: Answer, partition: Partition, buckets: list[list[int]]) -> list[Call]:
-    returned = answer(partition, [list(bucket) for bucket in buckets])
-    are_calls = isinstance(returned, (list, tuple)) and all(
-        isinstance(call, tuple) and len(call) == 3 for call in returned
-    )
-    assert are_calls, (
-        f"{answer.name} returned {shown(returned)}. It must return a list of calls, such as "
-        'Call("broadcast", 40, 1).'
-    )
-    return [Call(*call) for call in returned]
-
-
-def _mistake_in_calls(
-    theirs: list[Call], recorded: list[Call], partition: Partition, buckets: list[list[int]]
-) -> str:
-    params = [ParamSpec(numel) for numel in partition.numels]
-    if [call._replace(nbytes=4 * call.nbytes) for call in theirs] == recorded:
-        return "the calls are right, but their sizes are elements. Each has 4 bytes."
-    if theirs == calls_of_rank(partition, params, 0, buckets=buckets):
-        return (
-            "all broadcasts come after the last reduction. That is hook_with_zero_step; interleaved, a "
-            "bucket is sent as soon as the reduction of the next one was started."
-        )
-    alone = [calls_of_rank(partition, params, 0, buckets=[bucket]) for bucket in buckets]
-    if theirs == [call for calls in alone for call in calls]:
-        return (
-            "a bucket's broadcasts follow its own reduction at once. But they have to wait until it is done, "
-            "so the reduction of the next bucket is started before."
-        )
-    sums = [[call for call in calls if call.op == "all_reduce"] for calls in (theirs, recorded)]
-    if sums[0] == sums[1][::-1] != sums[1]:
-        return "the buckets come in the opposite order. buckets[0], with the last layers, is ready first."
-    if theirs == recorded[: len(theirs)]:
-        return (
-            f"{len(theirs)} calls are right, and {recorded[len(theirs)]} should come next. The last bucket "
-            "has to be sent too, or its update is lost."
-        )
-    where = next(i for i, pair in enumerate(zip([*theirs, None], [*recorded, None])) if pair[0] != pair[1])
-    should_be = recorded[where] if where < len(recorded) else "the end"
-    is_there = theirs[where] if where < len(theirs) else "the end"
-    order = (
-        " Each is there, but not in its place: within a bucket broadcasts go owner by owner, and an owner's "
-        "slices as slices_of_rank has them."
-        if sorted(map(repr, theirs)) == sorted(map(repr, recorded))
-        else ""
-    )
-    return f"call {where}, counted from 0, should be {should_be}, and is {is_there}.{order}"
-
-
-# -------------------------------------------------------------------------------------- 6.3 write the hook
-
-
-@exercise("overlap.on_bucket", seconds=20.0, may_return_none=True, on_ranks=True)
+@exercise("overlap.on_bucket", seconds=20.0, may_return_none=True, on_ranks=True, draws=timelines)
 def on_bucket(answer: Answer) -> str:
     """An interleaved hook: rehearsed with a clock, then in DDP on two real ranks beside plain Adam."""
     for count in (6, 2, 1, *answer.drawn(lambda rng: rng.randint(3, 12), 3)):

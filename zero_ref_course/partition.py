@@ -20,17 +20,19 @@ from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref.simulator.models import from_module, shapes
 from zero_ref_course import Answer, call_text, exercise, shown
 from zero_ref_course._cases import Form, check_cases, is_whole, list_of
+from zero_ref_course._pictures import loads_beside_right, loads_of_owners, loads_packed_and_best
 from zero_ref_course.predictions import prediction
 
 Case = tuple[list[int], int]
 """Elements of each parameter, and a number of ranks."""
 
-# ----------------------------------------------------------------------------------- 3.1 largest first
+# --------------------------------------------------------------------------------------- largest first
 
 
 @exercise(
     "partition.largest_first",
     seconds=10.0,
+    draws=loads_of_owners,
     forbids=(
         "zero_ref.plan.rules.sorted_greedy",
         "zero_ref.plan.rules.registration_greedy",
@@ -154,12 +156,13 @@ def _first_wrong_turn(
     raise AssertionError("the owners are right")  # not reached: the caller saw a difference
 
 
-# -------------------------------------------------------------------------------------- 3.2 even split
+# ------------------------------------------------------------------------------------------ even split
 
 
 @exercise(
     "partition.even_split",
     on_ranks=True,
+    draws=loads_beside_right,
     forbids=(
         "zero_ref.plan.rules.even",
         "zero_ref.plan.rules.equal_shares",
@@ -202,6 +205,7 @@ def even_split(answer: Answer) -> str:
 def _check_even(answer: Answer, numels: list[int], world_size: int) -> None:
     call = call_text(answer.name, numels, world_size)
     partition = _as_partition(call, answer(list(numels), world_size), numels, world_size)
+    answer.shows(partition.loads, even(numels, world_size, alignment=1).loads)
     owners = [owner for pieces in partition.pieces_of_param for _, owner in pieces]
     runs = [owner for owner, _ in groupby(owners)]
     is_even = max(partition.loads) - min(partition.loads) <= 1
@@ -271,13 +275,13 @@ def _state_bytes_with(partition: Callable[..., Any]) -> tuple[int, int]:
     return state_bytes(optimizer), predicted[optimizer.rank]
 
 
-# --------------------------------------------------------------------------------------- 3.3 adversary
+# ------------------------------------------------------------------------------------------- adversary
 
 MOST_PARAMETERS = 10
 SIZES = Form(list_of(is_whole), "It must return a list of whole numbers: the sizes.")
 
 
-@exercise("partition.adversary")
+@exercise("partition.adversary", draws=loads_packed_and_best)
 def adversary(answer: Answer) -> str:
     """Sizes on which largest first leaves the fuller of 2 ranks 15% above the best possible."""
     numels = SIZES.returned_by(answer)
@@ -286,8 +290,9 @@ def adversary(answer: Answer) -> str:
         f"{answer.name}() returned {shown(numels)}. The model has 1 to {MOST_PARAMETERS} parameters, of at "
         "least 1 element each."
     )
-    fullest = max(sorted_greedy(numels, 2).loads)
-    best = _best_of_two(numels)
+    packed, best = sorted_greedy(numels, 2).loads, _best_of_two(numels)
+    fullest = max(packed)
+    answer.shows(packed, (best, sum(numels) - best))
     percent = 100 * fullest / best - 100
     verdict = (
         f"{list(numels)} on 2 ranks: largest first fills one with {fullest:,}, the best possible is {best:,}"

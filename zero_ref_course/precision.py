@@ -1,23 +1,28 @@
-"""Graders of chapter 12, precision: why do small updates vanish?"""
+"""Graders of the chapter on precision: why do small updates vanish?"""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives
+from zero_ref.lab.meter import recording
 from zero_ref.simulator.ledger import ledger
-from zero_ref_course import Answer, ExerciseFailed, exercise, shown
+from zero_ref_course import Answer, ExerciseFailed, exercise, in_words, shown
+from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
-# ------------------------------------------------------------------------------- 12.1 which updates are lost?
+# ------------------------------------------------------------------------------------ which updates are lost?
 
 WEIGHTS: list[tuple[float, torch.dtype]] = [
     (1.0, BF16),
@@ -93,7 +98,7 @@ def _mistake_in_gap(weight: float, dtype: torch.dtype, factor: float) -> str:
     return "From the power of two at or below the weight, the next value is that power times the eps away."
 
 
-# ------------------------------------------------------------------------------------ 12.2 a step on a master
+# ----------------------------------------------------------------------------------------- a step on a master
 
 STEPS = 40
 
@@ -182,71 +187,143 @@ def _check_no_gradient(answer: Answer) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------ 12.3 rounding at random
+# ----------------------------------------------------------------------------- no masters, one rounding
 
-NEIGHBOURS: list[tuple[float, float]] = [
-    (1.0, 1.0078125),
-    (2.0, 2.015625),
-    (0.0302734375, 0.0303955078125),
-    (-1.0078125, -1.0),
-    (256.0, 258.0),
-]
-SHARES = [0.25, 0.5, 0.125, 0.875]
-"""Where a value lies between its neighbours: the distance from the lower one over the gap."""
+SHARE = 64
+"""Elements of each rank's share."""
 
-CHANCES = [count / 200 for count in range(200)]
+RATE = 2.0**-12
+
+SEND_WHAT_YOU_OWN = "Every rank updates its own share, and then all make the same call to exchange shares."
 
 
-@exercise("precision.round_at_random")
-def round_at_random(answer: Answer) -> str:
-    """The shares and the mean over evenly spread random numbers; values that the dtype has stay."""
-    for low, high in NEIGHBOURS + answer.drawn(_drawn_neighbours, 2):
-        for share in SHARES:
-            value = low + share * (high - low)
-            _check_shares(answer, value, low, high, share)
-        for chance in (0.0, 0.5, 0.999):
-            stays = _number(answer, answer(low, low, high, chance))
-            assert stays == low, (
-                f"{answer.name}({low}, {low}, {high}, {chance}) returns {stays}. bfloat16 has the value "
-                f"{low} itself, so it stays, whatever the random number is, 0 too."
-            )
-    return f"the mean is the value in {len(NEIGHBOURS) * len(SHARES)} places, and representable values stay"
+@exercise("precision.without_masters", seconds=20.0, may_return_none=True, on_ranks=True)
+def without_masters(answer: Answer) -> str:
+    """A step without masters, rounded at random, on virtual ranks and then on real ones."""
+    for size in (2, 3, 1):
+        _check_without_masters(answer, size)
+    _check_without_masters(answer, 2, real=True)
+    return "1 to 3 ranks end with the same weights, each rounded once, for 2 bytes an element"
 
 
-def _drawn_neighbours(rng: random.Random) -> tuple[float, float]:
-    low = abs(_drawn_weight(rng)[0])
-    low = torch.tensor(low, dtype=BF16).item()
-    return low, low + 2 * _half_gap(low, BF16)
+class _Rounding:
+    """Rounds at random to bfloat16, in another way on each rank, and keeps what it was given and gave."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.given, self.gave = list[torch.Tensor](), list[torch.Tensor]()
+
+    def round_at_random(self, values: torch.Tensor) -> torch.Tensor:
+        """A value of bfloat16 for each element: one of its two neighbours, the nearer one more often."""
+        assert isinstance(values, torch.Tensor), f"round_at_random takes a tensor, not {shown(values)}."
+        self.given.append(values.detach().clone())
+        bits = values.detach().float().view(torch.int32)
+        noise = torch.randint(2**16, bits.shape, generator=self.generator, dtype=torch.int32)
+        rounded = (((bits + noise) >> 16) << 16).view(F32).to(BF16)
+        self.gave.append(rounded.clone())
+        return rounded
 
 
-def _check_shares(answer: Answer, value: float, low: float, high: float, share: float) -> None:
-    rounded = [_number(answer, answer(value, low, high, chance)) for chance in CHANCES]
-    given = f"{answer.name}({value}, {low}, {high}, chance)"
-    others = set(rounded) - {low, high}
-    assert not others, (
-        f"{given} returns {min(others)}. bfloat16 has no value between {low} and {high}: "
-        "return one of the two."
-    )
-    ups = rounded.count(high)
-    if abs(ups - share * len(CHANCES)) > 1:  # `chance < share` and `chance > 1 - share` differ by one
-        raise AssertionError(
-            f"{given} returns the upper one for {ups} of {len(CHANCES)} evenly spread random numbers, and "
-            f"the mean is {math.fsum(rounded) / len(rounded):.8g}. {_mistake_in_share(ups, share)}"
+class _Rounded(NamedTuple):
+    """What a rank ends with, what it rounded, what came of that, and the bytes that all ranks exchanged."""
+
+    flat: torch.Tensor
+    given: list[torch.Tensor]
+    gave: list[torch.Tensor]
+    nbytes: int
+
+
+def _start(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All weights and all averaged gradients, which every rank has."""
+    generator = torch.Generator().manual_seed(seed)
+    flat, gradient = (1 + torch.rand(size * SHARE, generator=generator) for _ in range(2))
+    return flat.to(BF16), gradient.to(BF16)
+
+
+def _step_without_masters(comm: Collectives, answer: Answer) -> _Rounded:
+    flat, gradient = _start(comm.world_size, answer.seed)
+    rounding = _Rounding(100 + comm.rank)
+    arguments = (flat, gradient, RATE, rounding.round_at_random, comm)
+    all_gather, of_others = comm.all_gather, list[int]()
+
+    def counting(tensor: torch.Tensor, op: str = "all_gather") -> list[torch.Tensor]:
+        of_others.append(tensor.nbytes * (comm.world_size - 1))  # a call tells what one rank sends
+        return all_gather(tensor, op)
+
+    with (
+        recording(comm) as calls,
+        patch.object(comm, "all_gather", counting),
+        in_words("flat, gradient, lr, round_at_random, comm", answer, *arguments),
+    ):
+        answer(*arguments)
+    nbytes = sum(call.nbytes for call in calls) + sum(of_others)
+    return _Rounded(flat, rounding.given, rounding.gave, nbytes)
+
+
+def _on_a_real_rank(answer: Answer) -> _Rounded:
+    return _step_without_masters(as_collectives(None), answer)
+
+
+def _check_without_masters(answer: Answer, size: int, real: bool = False) -> None:
+    if real:
+        of_ranks = on_ranks(_on_a_real_rank, size, answer)
+    else:
+        of_ranks = on_virtual_ranks(
+            _step_without_masters,
+            size,
+            answer,
+            waiting=lambda why: f"on {size} ranks, ranks wait for each other: {why} {SEND_WHAT_YOU_OWN}",
         )
-
-
-def _mistake_in_share(ups: int, share: float) -> str:
-    if abs(ups - (1 - share) * len(CHANCES)) <= 1:
-        return "The nearer one must come more often, not the farther one."
-    if ups in (0, len(CHANCES)):
-        return "The random number must decide: always the same one is what rounding to the nearest does."
-    if ups == 1:
-        return "Compare the random number with a share of the gap: divide the distance by the gap."
-    if abs(ups - len(CHANCES) / 2) <= 1:
-        return "That is a coin. How often it is the upper one must depend on where the value lies."
-    return (
-        f"For the mean to be the value it must be {share:.0%}: the distance from the lower one, over the gap."
-    )
+    flat, gradient = _start(size, answer.seed)
+    exact = flat.float() - RATE * gradient.float()
+    for rank, found in enumerate(of_ranks):
+        where = f"on rank {rank} of {size}, "
+        assert found.given, (
+            f"{where}round_at_random is not called. Rounding to the nearest loses every update that is below "
+            "half the gap, and without a master nothing keeps it."
+        )
+        for given, gave in zip(found.given, found.gave):
+            is_exact = given.dtype == F32 and not torch.equal(given, gave.float())
+            assert is_exact, (
+                f"{where}what is rounded has only values of bfloat16 already: the update was added in 16 "
+                "bits, and lost there. Compute the new values in float32, and round those."
+            )
+        assert found.flat.dtype == BF16, f"{where}the weights are {found.flat.dtype}. They stay bfloat16."
+        assert not torch.equal(found.flat, flat), (
+            f"{where}no weight has changed. Write the new values into `flat` itself."
+        )
+    for rank, found in enumerate(of_ranks[1:], start=1):
+        differ = int((found.flat != of_ranks[0].flat).sum())
+        each_for_itself = all(sum(gave.numel() for gave in one.gave) >= size * SHARE for one in of_ranks)
+        why = (
+            "Each rank rounds all weights for itself, by random numbers of its own. Only the owner of a "
+            "share rounds it; the others get what came of that."
+            if each_for_itself
+            else "New values do not arrive: every share has to be sent to all ranks."
+        )
+        assert not differ, f"{differ} of {size * SHARE} weights differ between rank 0 and rank {rank}. {why}"
+    for rank, found in enumerate(of_ranks):
+        most = 2 * size * SHARE
+        assert found.nbytes <= most, (
+            f"the {size} ranks exchange {found.nbytes:,} bytes; {most:,} are enough, 2 for each weight. "
+            "Round before you send: the values of 32 bits never have to travel."
+        )
+        share, owned = found.flat.chunk(size)[rank], exact.chunk(size)[rank]
+        roundings = [
+            (given, gave)
+            for pair in zip(found.given, found.gave)
+            for given, gave in zip(*(one.flatten().split(SHARE) for one in pair))
+            if torch.equal(share, gave)
+        ]
+        assert roundings, (
+            f"on rank {rank} of {size}, its share is not what round_at_random returned for it. Round once, "
+            "and keep the result."
+        )
+        # Two float32 operations of other rounding are as near; another gradient, or a second step, is not.
+        assert any(torch.allclose(given, owned, rtol=0, atol=1e-5) for given, _ in roundings), (
+            f"on rank {rank} of {size}, what was rounded is not its old share less lr times the share's "
+            "gradient. Share r of `flat` and share r of `gradient` belong together, and there is one step."
+        )
 
 
 # --------------------------------------------------------------------------------------------- small parts

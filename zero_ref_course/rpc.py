@@ -20,7 +20,7 @@ from zero_ref_course import Answer, ExerciseFailed, call_text, exercise, shown
 from zero_ref_course._cases import Form, check_cases, is_number
 from zero_ref_course.predictions import prediction
 
-# ---------------------------------------------------------------------------------- 18.1 count the messages
+# --------------------------------------------------------------------------------------- count the messages
 
 WORKERS = 3
 PLACEMENTS = [list(owners) for count in (1, 2, 3, 4) for owners in product(range(WORKERS), repeat=count)]
@@ -105,7 +105,7 @@ def _count(owners: Sequence[int]) -> int:
     return sum(one.requests + one.replies for one in sent.values())
 
 
-# ------------------------------------------------------------------------------------ 18.2 the local step
+# ----------------------------------------------------------------------------------------- the local step
 
 WIDTH = 4
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
@@ -244,7 +244,7 @@ def _call_local_step(context_id: int) -> None:
     answer(optimizer, list(params), dist_autograd.get_gradients(context_id))  # type: ignore[attr-defined]
 
 
-# ------------------------------------------------------------------------ 18.3 a table on several workers
+# ----------------------------------------------------------------------------- a table on several workers
 
 LOOK_UPS: list[tuple[int, list[int]]] = [
     (2, [2, 3]),

@@ -81,7 +81,7 @@ def as_first_priced(run: Run) -> SimulatedRun:
     ).run(run.strategy)
 
 
-# ---------------------------------------------------------------------------------------- 16.1 the link
+# --------------------------------------------------------------------------------------------- the link
 
 LINKS = [  # microseconds, GB/s, and which of the sorted points is an outlier
     (50.0, 2.0, -1),
@@ -210,7 +210,7 @@ def _as_text(link: Link) -> str:
     return f"{link.latency_us:.3g} us and {link.gb_per_s:.3g} GB/s"
 
 
-# ------------------------------------------------------------------------------------ 16.2 the design
+# ----------------------------------------------------------------------------------------- the design
 
 
 @dataclass(frozen=True)
@@ -360,7 +360,7 @@ def _check_bill(call: str, job: Job, chosen: Design, bill: Bill) -> None:
     )
 
 
-# --------------------------------------------------------------------------- 16.3 one doubling too many
+# -------------------------------------------------------------------------------- one doubling too many
 
 CASES = (("gpt2-xl", "h100-ib", 1024), ("gpt2-xl", "a100-ethernet", 1024), ("gpt2", "rtx4090-10gbe", 512))
 """Models, clusters, and the sequences of an iteration."""

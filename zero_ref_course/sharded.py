@@ -1,14 +1,13 @@
-"""Chapter 7's graders: one order for all buckets, a reduce-scatter around a ring, bytes of groups."""
+"""Graders of the chapter on sharded gradients: one order for all buckets, gradients that add up, groups."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations, starmap
 from statistics import mean
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm.backend import as_collectives
-from zero_ref.comm.collectives import Collectives, PendingCall, ToPeer
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import ranks
-from zero_ref.lab.meter import bytes_sent_by, recording
+from zero_ref.lab.meter import bytes_sent_by
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import ParamSpec
@@ -33,11 +32,12 @@ from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import calls_of_rank, schedule
 from zero_ref.simulator.traffic import traffic
 from zero_ref_course import Answer, call_text, exercise, in_words, shown
-from zero_ref_course._cases import Form, check_cases, is_number, is_whole, list_of
+from zero_ref_course._cases import Form, check_cases, is_number, is_whole, list_of, named
 from zero_ref_course._company import on_ranks, on_virtual_ranks
+from zero_ref_course._pictures import reductions
 from zero_ref_course.predictions import prediction
 
-# ------------------------------------------------------------------------------- 7.1 buckets in one order
+# ----------------------------------------------------------------------------------- buckets in one order
 
 READY = [([1, 0, 3], 4), ([0, 1, 2], 3), ([2, 1, 0], 3), ([], 2), ([3], 4), ([0, 2, 4, 1, 3], 5)]
 """What becomes full on a rank, and the number of buckets: the first case shows most mistakes."""
@@ -45,7 +45,7 @@ READY = [([1, 0, 3], 4), ([0, 1, 2], 3), ([2, 1, 0], 3), ([], 2), ([3], 4), ([0,
 MOMENTS = Form(list_of(list_of(is_whole)), "It must return a list of lists of buckets.")
 
 
-@exercise("sharded.reduce_in_order")
+@exercise("sharded.reduce_in_order", draws=reductions)
 def reduce_in_order(answer: Answer) -> str:
     """Which reductions a rank starts at each moment, so that all ranks start them in the same order."""
     cases = [*READY, *((list(order), 4) for order in permutations(range(4))), *answer.drawn(_drawn_order)]
@@ -113,140 +113,135 @@ def _mistake_in_order(
     )
 
 
-# ------------------------------------------------------------------------------------- 7.2 a ring
+# ------------------------------------------------------------------------ gradients that add up in shares
 
-SIZES = [3, 2, 4, 5, 1, 8]
-"""Ranks of each world. Three first: with two, one message does not show whether its receiver adds."""
+WORLDS = [(2, 3), (3, 2), (4, 1), (1, 2), (2, 4)]
+"""Ranks, and micro-batches of each."""
 SHARE = 6
 REAL_RANKS = 3
 
 
-class _Outcome(NamedTuple):
-    """What one rank has in the end, what it has asked of the network, and the first value that it sent."""
+class _Accumulated(NamedTuple):
+    """What a rank returned, and when it ran a backward and made which call."""
 
-    share: list[float] | None
-    calls: list[Call]
-    first_sent: float | None
-
-
-@exercise("sharded.ring", seconds=20.0, on_ranks=True)
-def ring(answer: Answer) -> str:
-    """A reduce-scatter by messages to the next rank only, on virtual ranks and on real ones."""
-    for size in SIZES:
-        _check_ring(answer, _on_virtual_ranks(answer, size))
-    _check_ring(answer, on_ranks(_on_real, REAL_RANKS, answer))
-    return (
-        f"the sums of 1 to {max(SIZES)} ranks, N - 1 messages each, and the same on {REAL_RANKS} real ranks"
-    )
+    value: Any
+    events: list[Call]
 
 
-def _on_virtual_ranks(answer: Answer, size: int) -> list[_Outcome]:
-    return on_virtual_ranks(
-        _reduced,
-        size,
-        answer,
-        waiting=lambda _: (
-            f"on {size} ranks a rank waits for a message that nobody sends. Each rank receives as many "
-            "messages as it sends, from the rank before it."
-        ),
-    )
-
-
-def _on_real(answer: Answer) -> _Outcome:
-    return _reduced(as_collectives(None), answer)
-
-
-def _shares(rank: int, size: int, seed: int) -> list[torch.Tensor]:
-    """By their values one can tell whose part of which share they are: 100 (share + 1), and a bit a rank.
-
-    With a seed nobody can know what is in another rank's.
-    """
-    secret = random.Random(f"{seed} {rank}").randrange(1000) if seed else 0
-    return [torch.full((SHARE,), 1000.0 * (share + 1) + 2.0**rank + secret) for share in range(size)]
-
-
-def _reduced(comm: Collectives, answer: Answer) -> _Outcome:
-    shares = _shares(comm.rank, comm.world_size, answer.seed)
-    sent: list[float] = []
-    send, exchange = comm.send, comm.exchange
-
-    def noting_send(tensor: torch.Tensor, dst: int) -> PendingCall:
-        sent.extend(tensor.flatten()[:1].tolist())
-        return send(tensor, dst)
-
-    def noting_exchange(sends: Sequence[ToPeer], recvs: Sequence[ToPeer], **how: Any) -> PendingCall:
-        sent.extend(value for _, tensor in sends for value in tensor.flatten()[:1].tolist())
-        return exchange(sends, recvs, **how)
-
-    with (
-        recording(comm, checks=True) as calls,
-        patch.multiple(comm, send=noting_send, exchange=noting_exchange),
-        in_words("comm, shares", answer, comm, shares),
-    ):
-        share = answer(comm, shares)
-    is_share = isinstance(share, torch.Tensor) and share.numel() == SHARE
-    return _Outcome(share.detach().flatten().tolist() if is_share else None, calls, sent[0] if sent else None)
-
-
-def _check_ring(answer: Answer, outcomes: Sequence[_Outcome]) -> None:
-    size = len(outcomes)
-    for rank, outcome in enumerate(outcomes):
-        where = f"{answer.name} on rank {rank} of {size}"
-        assert outcome.share is not None, (
-            f"{where} must return a tensor as large as a share: the sum of its own."
+@exercise("sharded.accumulate", seconds=20.0, on_ranks=True)
+def accumulate(answer: Answer) -> str:
+    """This rank's share of the mean over ranks and micro-batches, on virtual ranks and on real ones."""
+    for size, count in WORLDS + answer.drawn(lambda rng: (rng.randint(2, 5), rng.randint(1, 5)), 3):
+        of_ranks = on_virtual_ranks(
+            _accumulate_here,
+            size,
+            answer,
+            count,
+            waiting=lambda why, n=size: (  # type: ignore[misc]
+                f"on {n} ranks, ranks wait for each other: {why} Every rank reduces after each micro-batch."
+            ),
         )
-        sends = [call for call in outcome.calls if call.op == "send"]
-        others = {call.op for call in outcome.calls} - {"send", "recv"}
+        _check_accumulated(answer, count, of_ranks)
+    _check_accumulated(answer, 2, on_ranks(_accumulate_on_a_real_rank, REAL_RANKS, answer, 2))
+    return f"the mean of 1 to 4 micro-batches on {len(WORLDS)} worlds, and on {REAL_RANKS} real ranks"
+
+
+def _gradient(rank: int, size: int, number: int, seed: int) -> torch.Tensor:
+    """Of the whole model, from one micro-batch of one rank."""
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * rank + number)
+    return torch.randn(size * SHARE, generator=generator)
+
+
+def _accumulate_here(comm: Collectives, answer: Answer, count: int) -> _Accumulated:
+    events: list[Call] = []
+    comm.observers.append(events.append)
+
+    def backward_of(number: int) -> Callable[[], torch.Tensor]:
+        def backward() -> torch.Tensor:
+            """Run one micro-batch; gives the gradient of all parameters, in one flat tensor."""
+            events.append(Call("backward", 0, number))
+            return _gradient(comm.rank, comm.world_size, number, answer.seed)
+
+        return backward
+
+    micro_batches = [backward_of(number) for number in range(count)]
+    try:
+        with in_words("micro_batches, comm", answer, micro_batches, comm):
+            value = answer(micro_batches, comm)
+    finally:
+        comm.observers.remove(events.append)
+    return _Accumulated(value, events)
+
+
+def _accumulate_on_a_real_rank(answer: Answer, count: int) -> _Accumulated:
+    return _accumulate_here(as_collectives(None), answer, count)
+
+
+def _check_accumulated(answer: Answer, count: int, of_ranks: Sequence[_Accumulated]) -> None:
+    size = len(of_ranks)
+    for rank, (value, events) in enumerate(of_ranks):
+        where = f"{answer.name} on rank {rank} of {size}, with {count} micro-batches,"
+        is_share = isinstance(value, torch.Tensor) and value.numel() == SHARE
+        assert is_share, (
+            f"{where} must return this rank's share, {SHARE} of {size * SHARE} elements; it returned "
+            f"{shown(value)}."
+        )
+        names = [event.op for event in events]
+        others = {*names} - {"backward", "reduce_shares"}
         assert not others, (
-            f"{where} called {', '.join(sorted(others))}. Write it from messages: "
-            "comm.exchange, or send and recv."
+            f"{where} called {', '.join(sorted(others))}. Reduce to shares, with comm.reduce_shares: an "
+            "all-reduce moves twice as many bytes, and leaves whole gradients on every rank."
         )
-        _check_sends(where, sends, rank, size)
-        expected = sum(float(_shares(other, size, answer.seed)[rank][0]) for other in range(size))
-        assert all(value == expected for value in outcome.share), (
-            f"{where} returned {outcome.share[0]:g}, and the sum of all ranks' share {rank} is "
-            f"{expected:g}. {_mistake_in_sum(outcome, rank, size, answer.seed)}"
+        assert names.count("backward") == count, (
+            f"{where} ran {names.count('backward')} backwards. Each micro-batch is run once."
         )
+        if names != ["backward", "reduce_shares"] * count:
+            raise AssertionError(f"{where} {_mistake_in_moments(names, count)}")
+        _check_mean(where, value, rank, size, count, answer.seed)
 
 
-def _check_sends(where: str, sends: Sequence[Call], rank: int, size: int) -> None:
-    following = (rank + 1) % size
-    elsewhere = [call.peer for call in sends if call.peer != following]
-    assert not elsewhere, (
-        f"{where} sent to rank {elsewhere[0]}. In a ring a rank sends to the next one "
-        f"only, which is {following}."
-    )
-    assert len(sends) == size - 1, (
-        f"{where} sent {len(sends)} messages. Each share passes through {size - 1} links before all "
-        f"ranks have added to it, so a rank sends {size - 1}."
-    )
-    nbytes = 4 * SHARE
-    larger = [call.nbytes for call in sends if call.nbytes != nbytes]
-    assert not larger, f"{where} sent a message of {larger[0]} bytes. A share has {nbytes}."
-
-
-def _mistake_in_sum(outcome: _Outcome, rank: int, size: int, seed: int) -> str:
-    value = outcome.share[0] if outcome.share else 0.0
-    for share in range(size):
-        if value == sum(float(_shares(other, size, seed)[share][0]) for other in range(size)):
-            return (
-                f"That is the sum of share {share}, which rank {share} is to have. Which share must a rank "
-                "send first, so that its own arrives last?"
-            )
-    own = [float(share[0]) for share in _shares(rank, size, seed)]
-    first, before = own.index(outcome.first_sent) if outcome.first_sent in own else None, (rank - 1) % size
-    if first not in (None, before):
+def _mistake_in_moments(names: Sequence[str], count: int) -> str:
+    reduced = names.count("reduce_shares")
+    if reduced == 1 < count:
         return (
-            f"It sends share {first} first. What a rank sends first is complete, in the end, on the rank "
-            f"before it: here rank {before}, which is to have share {before}."
+            "reduces once, after the last micro-batch. Until then it adds up whole gradients, as stage 1 "
+            "does: a rank of stage 2 has room for its share of the sum and for one micro-batch's gradients."
         )
-    for count in range(1, size):
-        if value // (1000 * (rank + 1)) == count:
-            return f"That is the sum of {count} of {size} parts. Add what arrives to this rank's part."
-    return "In each round, add what arrives to this rank's part of that share, and pass the sum on."
+    if reduced == count:
+        return (
+            "runs the next backward before the gradients of the last one are reduced, so it holds those of "
+            "several micro-batches at once."
+        )
+    return f"reduces {reduced} times. Each micro-batch's gradients are reduced as soon as they are there."
 
 
-# ------------------------------------------------------------------------------- 7.3 bytes of hybrid groups
+def _check_mean(where: str, value: torch.Tensor, rank: int, size: int, count: int, seed: int) -> None:
+    of_all = [[_gradient(r, size, number, seed) for number in range(count)] for r in range(size)]
+    shares = torch.stack([torch.stack([one.chunk(size)[rank] for one in of_rank]) for of_rank in of_all])
+    right = shares.mean((0, 1))
+
+    def is_(other: torch.Tensor) -> bool:
+        return torch.allclose(value.flatten(), other, rtol=1e-4, atol=1e-6)
+
+    if is_(right):
+        return
+    first = torch.stack([torch.stack(of_rank) for of_rank in of_all]).mean((0, 1)).chunk(size)[0]
+    mistakes = {
+        "It is the sum over ranks and micro-batches. Divide by both numbers.": is_(shares.sum((0, 1))),
+        f"It is not divided by the {size} ranks: reduce_shares adds up.": is_(shares.sum(0).mean(0)),
+        f"It is not divided by the {count} micro-batches.": is_(shares.mean(0).sum(0)),
+        "It has the last micro-batch alone. Add each one's share to those before.": (
+            is_(shares[:, -1].mean(0)) or is_(shares[:, -1].sum(0)) or is_(shares[:, -1].mean(0) / count)
+        ),
+        "It is rank 0's share.": is_(first),
+    }
+    raise AssertionError(
+        f"{where} returns other values than its share of the mean. "
+        + named(mistakes, "Add up what reduce_shares leaves in the share, and divide once at the end.")
+    )
+
+
+# ----------------------------------------------------------------------------------- bytes of hybrid groups
 
 HYBRID = [(2, 8), (4, 8), (8, 64), (8, 8), (1, 4), (16, 512), (1, 1)]
 """Ranks of a group, and of all."""

@@ -29,9 +29,10 @@ from zero_ref.simulator.schedule import Schedule, schedule
 from zero_ref.simulator.traffic import BACKENDS
 from zero_ref_course import Answer, call_text, exercise, shown
 from zero_ref_course._cases import Form, check_cases, is_number, list_of
+from zero_ref_course._pictures import timelines
 from zero_ref_course.predictions import prediction
 
-# --------------------------------------------------------------------------- 8.1 the bytes that a rank sends
+# ------------------------------------------------------------------------------- the bytes that a rank sends
 
 STRATEGY_OF_STAGE = {0: "ddp", 1: "zero-even", 2: "zero-2", 3: "zero-3"}
 WIDTH, LAYERS = 512, 4
@@ -173,7 +174,7 @@ def _iteration(model: nn.Module, optimizer: torch.optim.Optimizer, width: int = 
     return iteration
 
 
-# ------------------------------------------------------------------------------------------- 8.2 break-even
+# ----------------------------------------------------------------------------------------------- break-even
 
 
 class Setting(NamedTuple):
@@ -201,7 +202,7 @@ BLOCKS = 6
 TOKENS = Form(lambda value: is_number(value) and value > 0, "It must return a number of tokens above 0.")
 
 
-@exercise("stages.break_even", forbids=("zero_ref.simulator.play.play",))
+@exercise("stages.break_even", forbids=("zero_ref.simulator.play.play",), draws=timelines)
 def break_even(answer: Answer) -> str:
     """The fewest tokens a rank with which nothing of stage 3 is exposed that could be hidden."""
     for setting in SETTINGS + answer.drawn(_drawn_setting, 4):
@@ -209,7 +210,9 @@ def break_even(answer: Answer) -> str:
         call = f"{call_text(answer.name, *setting)} returned {shown(tokens)}"
         least_ms = _played(setting, 10**9).timeline().exposed_ms
         enough, fewer = (_played(setting, n) for n in (math.ceil(tokens * (1 + CLOSE)), _just_below(tokens)))
-        forward_ms, gather_ms = _of_a_block(_played(setting, max(1, round(tokens))))
+        chosen = _played(setting, max(1, round(tokens)))
+        answer.shows(chosen.timeline(), _played(setting, _fewest_tokens(setting)).timeline())
+        forward_ms, gather_ms = _of_a_block(chosen)
         per_block = f"a block's forward then takes {forward_ms:.3g} ms, and its gather {gather_ms:.3g} ms"
         assert _is_least(enough, least_ms), (
             f"{call}: too few, {per_block}. In the simulator {enough.timeline().exposed_ms:.3g} ms of an "
@@ -253,12 +256,21 @@ def _is_least(played: Played, least_ms: float) -> bool:
     return played.timeline().exposed_ms <= least_ms * (1 + 1e-6)
 
 
-def _what_is_missing(tokens: float, setting: Setting) -> str:
+def _balance(setting: Setting) -> tuple[float, float, float]:
+    """Microseconds of a block's forward for each token, and of its gather: its bytes, its latencies."""
     tflops, gb_per_s, latency_us, numel, n = setting
-    # The two sides of the balance: microseconds a token, and microseconds of the gather.
     token_us = 2 * numel / (tflops * 1e6)
-    sent_us = 2 * numel * (n - 1) / n / (gb_per_s * 1e3)
-    waits_us = (n - 1) * latency_us
+    return token_us, 2 * numel * (n - 1) / n / (gb_per_s * 1e3), (n - 1) * latency_us
+
+
+def _fewest_tokens(setting: Setting) -> int:
+    token_us, sent_us, waits_us = _balance(setting)
+    return math.ceil((sent_us + waits_us) / token_us)
+
+
+def _what_is_missing(tokens: float, setting: Setting) -> str:
+    gb_per_s, latency_us, numel = setting.gb_per_s, setting.latency_us, setting.numel
+    token_us, sent_us, waits_us = _balance(setting)
     guesses = [
         (sent_us + latency_us, "A ring has N - 1 rounds, and each of them waits for a latency."),
         (sent_us, "A ring has N - 1 rounds, and each of them waits for a latency."),
@@ -279,7 +291,7 @@ def _what_is_missing(tokens: float, setting: Setting) -> str:
     return "A gather hides if the block before it computes for as long."
 
 
-# ------------------------------------------------------------------------------------ 8.3 the calls in order
+# ---------------------------------------------------------------------------------------- the calls in order
 
 STACKS = [[3, 5, 6, 7], [2, 4], [9, 1, 8, 3, 2, 5]]
 """Units by their gathered elements, the root's first; the one-block model has nothing to prefetch."""

@@ -1,4 +1,4 @@
-"""Chapter 4's graders: a step on real ranks, a broadcast that is lost, replicas that differ."""
+"""Chapter 4's graders: a step in slices on real ranks, a broadcast that is lost, replicas that differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.partition import Partition
+from zero_ref.plan.calls import Call
+from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.shard.checks import is_elementwise
 from zero_ref.simulator.traffic import traffic
@@ -21,26 +22,30 @@ from zero_ref_course import Answer, ExerciseFailed, exercise, in_words, shown
 from zero_ref_course._company import Company, call_by_name, on_ranks
 from zero_ref_course.predictions import prediction
 
-# -------------------------------------------------------------------------------------- 4.1 write `step`
+# ---------------------------------------------------------------------------------- a step on slices
 
 STEPS = 2
-"""After one step, a parameter sent too early looks like one that was never sent. After two it does not."""
+"""After one step, a slice sent too early looks like one that was never sent. After two it does not."""
 
-WORLDS: list[tuple[int, list[tuple[int, ...]], list[int]]] = [
-    (2, [(4, 3), (3,), (3, 2), (2,)], [0, 1, 1, 1]),
-    (3, [(2,), (3, 2), (3,), (4, 3)], [2, 1, 2, 0]),
-    (3, [(6, 5), (5,)], [1, 0]),
-    (1, [(4, 3), (3,)], [0, 0]),
+SHAPES = [(16, 24), (24,), (24, 8), (8,)]
+NUMELS = [384, 24, 192, 8]
+
+WORLDS: list[Partition] = [
+    even(NUMELS, 2),
+    from_lists(NUMELS, [[Slice(0, 192, 384), 3], [Slice(0, 0, 192), 1, 2]]),
+    even(NUMELS, 3),
+    from_lists(NUMELS, [[Slice(0, 0, 320)], [], [Slice(0, 320, 384), 1, 2, 3]]),
+    even(NUMELS, 1),
 ]
-"""Ranks, the shapes of parameters, their owners. In the third, rank 2 owns nothing."""
+"""Cut inside a parameter; the end of one before its beginning; on three ranks; an idle rank; one rank."""
 
 Ages = list[int | None]
-"""For each parameter how many steps its value is behind the plain optimizer's; None if that never had it."""
+"""For each slice how many steps its values are behind the plain optimizer's; None if that never had them."""
 
 
 BROADCAST_ALL = (
-    "Every rank calls the broadcast of every parameter, in the same order, also of those that it does not "
-    "own: there it receives."
+    "Every rank calls the broadcast of every slice, in the same order, also of those that it does not own: "
+    "there it receives."
 )
 
 
@@ -48,54 +53,66 @@ class AfterStep(NamedTuple):
     """What a rank has after a step, what it called in it, and what it has not waited for."""
 
     ages: Ages
-    names: list[str]
+    calls: list[Call]
     under_way: list[str]
 
 
-@exercise("step.write_step", seconds=20.0, may_return_none=True, on_ranks=True)
-def write_step(answer: Answer) -> str:
-    """Two steps of a sharded optimizer on 1, 2 and 3 ranks, each parameter compared bit for bit."""
-    for world_size, shapes, owners in WORLDS + answer.drawn(_drawn_world, 2):
-        steps = list(zip(*on_ranks(_train_beside_plain, world_size, answer, shapes, owners), strict=True))
-        for of_ranks in steps:
-            _check_waited([after.under_way for after in of_ranks])
-        for step, of_ranks in enumerate(steps, start=1):
-            _check_ages([after.ages for after in of_ranks], owners, step)
-        for of_ranks in steps:
-            _check_only_broadcasts([after.names for after in of_ranks])
+@exercise("step.step_in_slices", seconds=20.0, may_return_none=True, on_ranks=True)
+def step_in_slices(answer: Answer) -> str:
+    """Two steps of a sharded optimizer on 1, 2 and 3 ranks, each slice compared bit for bit."""
+    for partition in WORLDS + answer.drawn(_drawn_world, 2):
+        of_ranks = on_ranks(_train_beside_plain, partition.world_size, answer, partition)
+        steps = list(zip(*of_ranks, strict=True))
+        for step in steps:
+            _check_waited([after.under_way for after in step])
+            _check_sizes([after.calls for after in step], partition)
+        owners, slices = zip(*_sent_by(partition), strict=True)
+        for number, step in enumerate(steps, start=1):
+            _check_ages([after.ages for after in step], owners, number, slices)
+        for step in steps:
+            _check_only_broadcasts([[call.op for call in after.calls] for after in step])
     return f"{STEPS} steps on 1, 2 and 3 real ranks are the plain optimizer's, bit for bit"
 
 
-def _drawn_world(rng: random.Random) -> tuple[int, list[tuple[int, ...]], list[int]]:
-    count, n = rng.randint(3, 6), rng.randint(2, 3)
-    return n, [(rng.randint(1, 5), rng.randint(1, 5)) for _ in range(count)], rng.choices(range(n), k=count)
+def _drawn_world(rng: random.Random) -> Partition:
+    return rng.choice((sorted_greedy, even))(NUMELS, rng.randint(2, 3))
 
 
-def _train_beside_plain(
-    answer: Answer, shapes: Sequence[tuple[int, ...]], owners: list[int]
-) -> list[AfterStep]:
+def _sent_by(partition: Partition) -> list[tuple[int, Slice]]:
+    """The slices with their owners, in the order in which a step sends them."""
+    return [(owner, piece) for owner, slices in enumerate(partition.slices_of_rank) for piece in slices]
+
+
+def _train_beside_plain(answer: Answer, partition: Partition) -> list[AfterStep]:
     """On a rank: step with the answer and with a plain optimizer, from the same start and gradients."""
-    company = Company(says=call_by_name, advice=BROADCAST_ALL)
+    company = Company(advice=BROADCAST_ALL)
     generator = torch.Generator().manual_seed(answer.seed)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    owned = [param for param, owner in zip(params, owners) if owner == dist.get_rank()]
-    local = torch.optim.Adam([{"params": owned}], lr=0.1)
+    sent = _sent_by(partition)
+    owned = partition.slices_of_rank[dist.get_rank()]
+    pieces = [torch.nn.Parameter(_window(params, piece)) for piece in owned]
+    local = torch.optim.Adam([{"params": pieces}], lr=0.1)
     plain = torch.optim.Adam(twins, lr=0.1)
-    values_of_twins = [[twin.detach().clone()] for twin in twins]  # the newest first
+    values_of_slices = [[_window(twins, piece).clone()] for _, piece in sent]  # the newest first
     steps = []
     for _ in range(STEPS):
         for param, twin in zip(params, twins):
             twin.grad = torch.randn(twin.shape, generator=generator)
             param.grad = twin.grad.clone()
-        with company.watching(), in_words(f"local, params, {owners}", answer, local, params, owners):
-            answer(local, params, list(owners))
+        arguments = (local, pieces, params, partition)
+        with company.watching(), in_words("local, pieces, params, partition", answer, *arguments):
+            answer(*arguments)
         plain.step()
-        for twin, values in zip(twins, values_of_twins):
-            values.insert(0, twin.detach().clone())
-        ages = [_age(param, values) for param, values in zip(params, values_of_twins)]
-        steps.append(AfterStep(ages, company.names, list(company.under_way.values())))
+        for (_, piece), values in zip(sent, values_of_slices):
+            values.insert(0, _window(twins, piece).clone())
+        ages = [_age(_window(params, piece), values) for (_, piece), values in zip(sent, values_of_slices)]
+        steps.append(AfterStep(ages, company.calls, list(company.under_way.values())))
     return steps
+
+
+def _window(params: Sequence[torch.Tensor], piece: Slice) -> torch.Tensor:
+    return params[piece.param].detach().view(-1)[piece.start : piece.stop]
 
 
 def _age(param: torch.Tensor, newest_first: Sequence[torch.Tensor]) -> int | None:
@@ -113,6 +130,18 @@ def _check_waited(under_way_of_rank: Sequence[list[str]]) -> None:
             )
 
 
+def _check_sizes(calls_of_rank: Sequence[list[Call]], partition: Partition) -> None:
+    slices = {4 * piece.numel for _, piece in _sent_by(partition)}
+    wholes = {4 * numel for numel in partition.numels} - slices
+    for rank, calls in enumerate(calls_of_rank):
+        for call in calls:
+            assert call.op != "broadcast" or call.nbytes not in wholes, (
+                f"rank {rank} broadcasts {call.nbytes} bytes, a whole parameter that has several owners. "
+                "Each owner has stepped its own slice alone, and would overwrite the others' with old "
+                "values: broadcast slices."
+            )
+
+
 def _check_only_broadcasts(names_of_rank: Sequence[list[str]]) -> None:
     names = set().union(*names_of_rank)
     assert names or len(names_of_rank) == 1, (
@@ -122,49 +151,72 @@ def _check_only_broadcasts(names_of_rank: Sequence[list[str]]) -> None:
     others = " and ".join(sorted(names - {"broadcast"}))
     twice = ", which moves each value twice as often as needed (chapter 2)" if others == "all_reduce" else ""
     assert not others or "broadcast" in names, (
-        f"The values are right, but they came by {others}{twice}. Use one broadcast for each parameter."
+        f"The values are right, but they came by {others}{twice}. Use one broadcast for each slice."
     )
     assert not others, (
         f"The values are right, but besides broadcast the step calls {others}{twice}. The gradients are "
-        "averaged already, and one broadcast for each parameter is all that it needs."
+        "averaged already, and one broadcast for each slice is all that it needs."
     )
 
 
-def _check_ages(ages_of_rank: Sequence[Ages], owners: Sequence[int], step: int) -> None:
-    """Tell from who holds which value of what, after a step, what went wrong in it."""
+def _check_ages(
+    ages_of_rank: Sequence[Ages], owners: Sequence[int], step: int, slices: Sequence[Slice] | None = None
+) -> None:
+    """Tell from who holds which values of what, after a step, what went wrong in it.
+
+    Args:
+        ages_of_rank: for each rank the ages of all parameters, or of slices.
+        owners: of each of them.
+        slices: which ones they are; None for whole parameters.
+    """
     stepped = any(age == 0 for ages in ages_of_rank for age in ages)
-    for param, owner in enumerate(owners):
-        ages = [of_rank[param] for of_rank in ages_of_rank]
+    each = "parameter" if slices is None else "slice"
+    for place, owner in enumerate(owners):
+        ages = [of_rank[place] for of_rank in ages_of_rank]
         others = ages[:owner] + ages[owner + 1 :]
         late = next((rank for rank, age in enumerate(ages) if age != 0), None)
         if late is None:
             continue
         if step < STEPS and ages[owner] == 0 and None not in ages and all(others):
             continue  # sent too early, or never: the next step tells
-        where = f"after step {step} on {len(ages)} ranks, parameter {param}, which rank {owner} owns,"
+        where = f"after step {step} on {len(ages)} ranks, parameter {place}, which rank {owner} owns,"
+        if slices is not None:
+            piece = slices[place]
+            where = (
+                f"after step {step} on {len(ages)} ranks, the slice {piece.start}:{piece.stop} of parameter "
+                f"{piece.param}, which rank {owner} owns,"
+            )
         assert None not in ages, (
             f"{where} has on rank {ages.index(None)} a value that the plain optimizer never gave it. Either "
             "the owner's value was added to the others' or averaged with them, where it should replace them, "
             "or the update was another: gradients are averaged already, and the optimizer to step is `local`."
+            + (
+                ""
+                if slices is None
+                else " The gradient of a piece is the same range, start to stop, of its parameter's gradient."
+            )
         )
-        assert stepped, f"{where} is old everywhere, as are all others. Was local.step() called?"
+        assert stepped, f"{where} is old everywhere, as are all others. Was local.step() called" + (
+            "?" if slices is None else ", after each of `pieces` had got its gradient in .grad?"
+        )
         assert ages[owner] == 0, (
             f"{where} is old even there: another rank's old value was written over the new one. Each "
-            "parameter is sent by its own owner."
+            f"{each} is sent by its own owner."
         )
         assert step == 1 or set(others) != {1}, (
             f"{where} is one step behind on the other ranks: it was sent before it was updated. "
             "Step first, then send."
         )
+        window = "param.detach()" if slices is None else "param.detach().view(-1)[start:stop]"
         raise AssertionError(
             f"{where} is old on rank {late}: the new value did not arrive there. Every rank calls the "
-            "broadcast of every parameter, its owner to send and all others to receive. If all of them were "
-            "called: was it the parameter itself? A clone, or its gradient, leaves the parameter as it was. "
-            "Pass param.detach()."
+            f"broadcast of every {each}, its owner to send and all others to receive. If all of them were "
+            "called: was it the parameter's own memory? A clone, or its gradient, leaves the parameter as it "
+            f"was. Pass {window}."
         )
 
 
-# --------------------------------------------------------------------------------- 4.2 a broadcast is lost
+# ------------------------------------------------------------------------------------- a broadcast is lost
 
 PARTITIONS: list[Partition] = [
     sorted_greedy([12, 3, 6, 2], 3),
@@ -258,7 +310,7 @@ def _mistakes_in_stale(theirs: list[list[int]], sent: Sequence[tuple[int, int]],
     return mistakes or [f"It was parameter {param}, sent by rank {owner}, that did not arrive at the others."]
 
 
-# ------------------------------------------------------------------------- 4.3 are the replicas equal?
+# ----------------------------------------------------------------------------- are the replicas equal?
 
 REPLICAS = [(4, 3), (5,), (4, 3), (0,), (6,)]
 """Shapes of parameters; the first and the third have the same."""

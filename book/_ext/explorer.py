@@ -50,7 +50,8 @@ def add_script(app: Sphinx) -> None:
     app.add_js_file("live/frames.js", loading_method="defer", priority=900)
     if PYODIDE.is_file():
         app.add_js_file("live/python.js", loading_method="defer", priority=400)
-        app.add_js_file("live/explorer.js", loading_method="defer")
+        for name in ("explorer.js", "cells.js"):
+            app.add_js_file(f"live/{name}", loading_method="defer")
     else:
         logging.getLogger(__name__).info("book/vendor/ has no Pyodide: explorers will stand still")
 

@@ -17,6 +17,7 @@ CHAPTERS = {
     "buckets": "notebooks/05_buckets.html",
     "partition": "notebooks/03_partition.html",
     "overlap": "notebooks/06_overlap.html",
+    "which": "notebooks/09_which_stage.html",
     "design": "notebooks/16_scale.html",
     "search": PAGE,
 }
@@ -74,8 +75,9 @@ def drawn(svg: str) -> list[tuple[str, dict[str, str], str]]:
 
 
 def options_of(name: str, control: Control) -> Sequence[Value]:
-    """All options; of a search, which takes Python in a browser seconds, only the first and the last."""
-    return control.options[:: max(1, len(control.options) - 1)] if name == "search" else control.options
+    """All options; of what takes Python in a browser seconds, only the first and the last."""
+    slow = name in ("search", "which")
+    return control.options[:: max(1, len(control.options) - 1)] if slow else control.options
 
 
 def settings_of(name: str, every: bool) -> Iterator[dict[str, Value]]:

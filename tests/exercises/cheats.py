@@ -184,10 +184,10 @@ CHEATS = [
     ),
     Cheat(
         "the_stairs_step",
-        "step.write_step",
+        "step.step_in_slices",
         "from types import SimpleNamespace\nfrom zero_ref.stairs.owners import MinimalZero as Zero\n"
-        "def step(local, params, owner_of_param):\n"
-        "    Zero.step(SimpleNamespace(local=local, params=params, owners=owner_of_param, group=None))\n",
+        "def step(local, pieces, params, partition):\n"
+        "    Zero.step(SimpleNamespace(local=local, params=pieces, owners=[0] * len(pieces), group=None))\n",
         f"calls MinimalZero.step, {ASKED}|calls step, {ASKED}",
     ),
     Cheat(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections import Counter
@@ -14,8 +15,20 @@ import pytest
 from changes import changed
 
 from zero_ref.lab import ranks
-from zero_ref_course import CHAPTERS, ExerciseFailed, StillTheStub, exercises, grade, starts_ranks
+from zero_ref_course import (
+    CHAPTERS,
+    Answer,
+    ExerciseFailed,
+    StillTheStub,
+    draws_a_picture,
+    exercises,
+    grade,
+    picture_of,
+    starts_ranks,
+)
+from zero_ref_course.apart.answers import FORWARDED
 from zero_ref_course.editions import chapters_in
+from zero_ref_course.isolated import COMM_METHODS
 from zero_ref_course.notebook import ExerciseCells, exercises_in
 
 NOTEBOOKS = sorted(Path(__file__).parents[2].glob("notebooks/*.ipynb"))
@@ -51,6 +64,19 @@ def wrong_answers(chapter: str) -> Iterator[Wrong]:
 
 
 WRONG = [wrong for chapter in CHAPTERS for wrong in wrong_answers(chapter)]
+
+ASKED = ("get_rank", "get_world_size", "is_initialized", "get_backend")
+"""Of `FORWARDED`, what a rank answers by itself."""
+
+LENT = ("send", "recv", "ask")
+"""Functions that an answer is given to send and to receive with."""
+
+OF_A_BUCKET = ("start_reduction", "start_broadcast")
+"""Methods of DDP's bucket, as a hook is given it."""
+
+LEAST = 20
+"""Of the exercises, so many communicate or draw at least."""
+
 WAITS = {
     "ranks_with_nothing_return",
     "one_call_for_each_slice",
@@ -103,10 +129,33 @@ def test_the_blank_stub_fails(cells: ExerciseCells) -> None:
 def test_a_wrong_answer_hears_what_is_wrong(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     if wrong.name in WAITS:
         monkeypatch.setenv("ZERO_REF_PATIENCE", "2")
-    answer = wrong.function()
+    answer = Answer(wrong.function())
     with pytest.raises(ExerciseFailed) as failed:
         grade(wrong.exercise, answer)
+    picture_of(wrong.exercise, answer, passed=False)  # some are too odd to be drawn, and none raises
     assert re.search(wrong.message, str(failed.value), re.DOTALL), str(failed.value)
+
+
+def communicates(solution: str) -> bool:
+    """Whether a solution itself calls other ranks: by torch.distributed, `comm`, a bucket or what is lent."""
+    for call in (one for one in ast.walk(ast.parse(solution)) if isinstance(one, ast.Call)):
+        if isinstance(call.func, ast.Name) and call.func.id in LENT:
+            return True
+        if isinstance(call.func, ast.Attribute) and call.func.attr in OF_A_BUCKET:
+            return True
+        if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
+            calls = {"dist": {*FORWARDED} - {*ASKED}, "comm": {*COMM_METHODS}}
+            if call.func.attr in calls.get(call.func.value.id, set()):
+                return True
+    return False
+
+
+def test_twenty_exercises_communicate_or_draw() -> None:
+    communicating = {name for name, cells in CELLS.items() if communicates(cells.solution)}
+    drawing = {name for name in REGISTERED if draws_a_picture(name)}
+    assert len(communicating | drawing) >= LEAST, sorted(communicating | drawing)
+    assert not communicates("dist.get_rank() + comm.rank + optimizer.step() + gather(comm)")
+    assert len(communicating) >= 18, sorted(communicating)
 
 
 @pytest.mark.parametrize("exercise", REGISTERED)
@@ -144,6 +193,13 @@ def test_exercise_cells_have_their_ids_and_tags(notebook: Path) -> None:
     ]
     tagged = [(cell["id"], set(cell["metadata"].get("tags", ()))) for cell in code]
     assert [cell for cell in tagged if cell[1] & {"exercise", "check", "solution"}] == expected
+
+
+@pytest.mark.parametrize("notebook", IN_CHAPTERS, ids=lambda path: path.stem)
+def test_every_exercise_says_how_hard_it_is(notebook: Path) -> None:
+    cells = json.loads(notebook.read_text())["cells"]
+    headings = [cell["source"][0].rstrip("\n") for cell in cells if cell["id"].endswith("-task")]
+    assert [heading for heading in headings if not re.search(r" \((easy|medium|hard)\)$", heading)] == []
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-RESULT = 'return {"state": state, "param_groups": groups}'
-KNOWN = '        if number_then.get(name) in saved["state"]\n'
+ASK = "    if differ.any():\n        return [number for number in range(len(params)) if differ[number]]\n"
 MOVED = """        for old, old_owner in olds:
             for new, new_owner in news:
                 overlap = min(old.stop, new.stop) - max(old.start, new.start)
@@ -13,36 +12,25 @@ MOVED = """        for old, old_owner in olds:
 HAS_CHANGED = "step and flags != trained[step - 1]"
 
 CHANGED = {
-    "groups.carry_over": [
-        ("loads_what_was_saved", {RESULT: "return saved"},
-         r"number 0 is 'low', which is new, and gets .* 'top' had"),
-        ("keeps_the_numbers", {"[number_then[name]]": "[number]", "number_then.get(name) in": "number in"},
-         r"leave it out|go by name"),
-        ("keeps_the_names", {"number: saved": "name: saved"}, r"the key 'top'. An optimizer knows numbers"),
-        ("maps_backwards",
-         {"number_then[name]": "names_now.index(name)", "(names_now)": "(names_then)",
-          KNOWN: "if name in names_now\n"},
-         r"raised KeyError"),
-        ("expects_all_names", {"number_then[name]": "names_then.index(name)", KNOWN: ""},
-         r"raised ValueError: 'low' is not in list"),
-        ("zeros_for_new_ones",
-         {"groups = []": 'zeros = {key: torch.zeros_like(old) for key, old in saved["state"][0].items()}\n'
-                         "    state = dict.fromkeys(range(len(names_now)), zeros) | state\n    groups = []"},
-         r"'low', which is new, and gets a state that no parameter had"),
-        ("todays_options", {'"param_groups": groups': '"param_groups": fresh["param_groups"]'},
-         r"lr = 0\.5, today's; it should be 0\.05.*was in group 0"),
-        ("saved_groups", {'"param_groups": groups': '"param_groups": saved["param_groups"]'},
-         r"there are 1 groups .* today's optimizer has 2"),
-        ("options_by_place",
-         {"groups = []": 'olds = iter(saved["param_groups"] + fresh["param_groups"])\n    groups = []',
-          "(before or [group])[0]": "next(olds)"},
-         r"'low', is new, so the group keeps the options"),
-        ("first_number_as_it_is", {'number_then.get(names_now[group["params"][0]])': 'group["params"][0]'},
-         r"another group's; it should be"),
-        ("edits_what_it_was_given",
-         {RESULT: "saved |= " + RESULT.removeprefix("return ") + "\n    return saved"},
-         r"changed what it was given"),
-        ("state_alone", {RESULT: "return state"}, r'two entries, "state" and "param_groups"'),
+    "groups.agreed_step": [
+        ("never_asks", {ASK: ""}, r"returns \[\[\], \[\]\], rank by rank|ranks wait for each other"),
+        ("compares_with_rank_0",
+         {"(table != table[0]).any(dim=0)": "flags != table[0]"},
+         r"looks only at rank 0 and itself does not see|ranks wait for each other"),
+        ("steps_first", {"    local.step()\n": "", "    flags =": "    local.step()\n    flags ="},
+         r"has changed, although the ranks disagree. Compare first"),
+        ("sends_frozen_ones", {"        if param.requires_grad:\n    ": ""},
+         r"broadcasts of \[48, 12, 24, 8\] bytes; \[48, 12, 8\] are enough.* frozen parameter does not"),
+        ("asks_for_each_parameter",
+         {"torch.stack(comm.all_gather(flags))":
+              "torch.stack([torch.cat(comm.all_gather(one)) for one in flags.view(-1, 1)], dim=1)"},
+         r"makes 4 calls to compare the flags.*make one"),
+        ("sends_nothing", {"comm.broadcast(param.detach(), owner).wait()": "pass"},
+         r"parameter 1 of rank 0 is not what the plain step makes of it.*broadcast what is trained"),
+        ("never_steps", {"    local.step()\n": ""}, r"has its old values. Step `local`"),
+        ("flags_of_all", {"if differ[number]]": "]"},
+         r"All ranks must name the parameters that are frozen on some"),
+        ("says_true", {"return []": "return True"}, r"must return a list of numbers of parameters"),
     ],
     "groups.state_to_move": [
         ("what_stays", {"old_owner != new_owner": "old_owner == new_owner"}, r"That is what keeps its owner"),

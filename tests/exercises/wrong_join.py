@@ -6,6 +6,8 @@ EACH = "    for param, owner in zip(params, owner_of_param):\n"
 RECEIVE = EACH + "        if owner == comm.rank:\n            comm.recv(param.grad, source).wait()\n"
 STEP = "    local.step()\n"
 SEND = EACH + "        comm.broadcast(param.detach(), owner).wait()"
+REDUCE = "        comm.all_reduce(pair).wait()\n"
+AVERAGED = "        averages.append(total / active)"
 DIVISOR = "len(batches) if divide_by_initial_world_size else active"
 
 CHANGED = {
@@ -23,11 +25,28 @@ CHANGED = {
         ("mixes_up_the_two_ways", {DIVISOR: "active if divide_by_initial_world_size else len(batches)"},
          "DDP's averaged gradient is.*with True of all 3"),
     ],
-    "join.lent_bytes": [
-        ("lends_to_those_who_stay", {"count <= iteration": "count > iteration"}, "each rank that has left"),
-        ("lends_everything", {"sum(left)": "sum(loads) * bool(left)"}, "what it owns"),
-        ("counts_elements", {"4 * ": ""}, "4 bytes an element"),
-        ("counts_elements_of_those_who_stay", {"4 * ": "", "count <= iteration": "count > iteration"},
-         "gradients of its own.*That is in elements"),
+    "join.until_all_are_done": [
+        ("leaves_when_its_data_are_used_up",
+         {"while True:": "while len(averages) < len(gradients):",
+          AVERAGED: AVERAGED + "\n    return averages"},
+         "goes on making the call of each iteration, with zeros"),
+        ("divides_by_all", {"total / active": "total / comm.world_size"},
+         r"divides by all \d ranks to the end.*count the ranks that have data"),
+        ("adds_up", {"total / active": "total"}, "These are the sums"),
+        ("stops_at_a_sum_of_zero", {"if active == 0": "if total == 0"},
+         r"epoch has 3 iterations.*this is a list of 0|raised ZeroDivisionError"),
+        ("two_calls_each",
+         {REDUCE: "        for one in pair:\n            comm.all_reduce(one).wait()\n"},
+         r"makes 8 calls; 4 are enough"),
+        ("asks_once_more", {"            return averages": "    " + REDUCE + "            return averages"},
+         r"makes 5 calls; 4 are enough"),
+        ("one_iteration_too_many",
+         {AVERAGED: "        averages.append(total / max(active, 1))",
+          "        if active == 0:\n            return averages\n": "",
+          "    while True:": "    active = 1\n    while active:"},
+         r"returned None"),
+        ("its_own",
+         {AVERAGED: "        more = gradients[len(averages) :] or [0.0]\n        averages.append(more[0])"},
+         "own gradients. The average is of all ranks"),
     ],
 }  # fmt: skip

@@ -16,8 +16,8 @@ TOGETHER = """        pieces = [nn.Parameter(one.clone()) for one in values.flat
         pieces = [param.detach() for param in pieces]
 """
 BOTH = "(torch.cat(pieces), stepped(values, gradients))"
-OPERATIONS = "4 * m**2 * n + 2 * m**3"
-COSTLIEST_FIRST = "sorted(range(len(matrices)), key=lambda i: -costs[i])"
+BACK = "return exchanged(updated, like=rows)"
+REDUCE = "    comm.all_reduce(sums).wait()\n"
 
 CHANGED = {
     "matrices.may_be_cut": [
@@ -41,31 +41,51 @@ CHANGED = {
         ("the_difference", {"return torch.equal": "return 0.0 * torch.equal"},
          r"returned 0\.0\. It must return True or False"),
     ],
-    "matrices.operations": [
-        ("not_transposed", {"sorted((rows, columns))": "rows, columns"},
-         r"\(32, 4, 3\) returned .*more rows than columns"),
-        ("without_the_square", {" + 2 * m**3": ""}, r"A with itself is missing"),
-        ("one_product_short", {"4 * m**2": "2 * m**2"}, r"One product is missing"),
-        ("multiplications_alone", {OPERATIONS: "2 * m**2 * n + m**3"}, r"multiplications alone"),
-        ("one_iteration", {"iterations * ": ""}, r"\(4, 32, 3\) returned .*That is one iteration"),
-        ("the_elements", {OPERATIONS: "m * n"}, r"\(2, 3, 1\) returned 6, and torch\.optim\.Muon makes 64"),
-        ("a_float", {"return ": "return 1.0 * "}, r"returned 64\.0\. It must return a whole number"),
+    "matrices.rows_and_columns": [
+        ("its_own_columns", {REDUCE: ""}, r"are those of this rank's rows alone"),
+        ("mean_of_means",
+         {"squares.sum(dim=0), number_of_rows": "squares.sum(dim=0) / max(1, len(rows)), number_of_rows",
+          "sums[:-1] / sums[-1]": "sums[:-1] / comm.world_size"},
+         r"averages the ranks' means. Ranks have different numbers of rows"),
+        ("sums_of_columns", {"sums[:-1] / sums[-1]": "sums[:-1]"},
+         r"not divided by the number of rows of all ranks"),
+        ("divides_by_its_own_rows", {"/ sums[-1]": "/ max(1, len(rows))"},
+         r"not divided by the number of rows of all ranks"),
+        ("one_root", {".sqrt().sqrt()": ".sqrt()"}, r"fourth root of the product: take the root twice"),
+        ("columns_alone", {"of_columns * of_rows": "of_columns"}, r"Divide by the means of the rows, too"),
+        ("sends_the_gradients",
+         {"    squares": "    comm.all_reduce(torch.zeros(40)).wait()\n    squares"},
+         r"sends \d+ numbers; 4 are enough.*stay where they are"),
+        ("ranks_with_nothing_return",
+         {"    squares": "    if not len(rows):\n        return rows\n    squares"},
+         r"wait for each other.*also a rank that has no row"),
+        ("returns_the_means", {"return rows / (of_columns * of_rows).sqrt().sqrt()": "return of_columns"},
+         r"must return a tensor of the shape of this rank's rows"),
     ],
-    "matrices.by_cost": [
-        ("by_elements", {OPERATIONS: "m * n"}, r"This balances the elements"),
-        ("in_registration_order", {COSTLIEST_FIRST: "range(len(matrices))"},
-         r"in the order given.*costliest first"),
-        ("dealt_in_turn", {"return owners": "return [i % world_size for i in range(len(matrices))]"},
-         r"balances the number of matrices"),
-        ("positions_lost",
-         {"[0] * len(matrices)": "[]",
-          "owners[i] = loads.index(min(loads))": "owners.append(loads.index(min(loads)))",
-          "[owners[i]]": "[owners[-1]]"},
-         r"right owners in the wrong places"),
-        ("cheapest_first", {"-costs[i]": "costs[i]"},
-         r"the fullest rank has .*costliest matrix that is left"),
-        ("matrices_of_each_rank",
-         {"return owners": "return [[i for i, o in enumerate(owners) if o == r] for r in range(world_size)]"},
-         r"returned \[\[.*for each of the 5 matrices"),
+    "matrices.update_whole": [
+        ("its_own_rows_alone",
+         {BACK: "return [update(one) for one in rows]",
+          "    updated = update(torch.cat(parts)).chunk(comm.world_size)\n": ""},
+         r"update is called 2 times. Rank r updates matrix r, and no other"),
+        ("its_own_rows_of_it", {"update(torch.cat(parts))": "update(rows[me]).repeat(comm.world_size, 1)"},
+         r"what is updated is not matrix 0.*put all ranks' rows of it together"),
+        ("its_own_rows_first", {"torch.cat(parts)": "torch.cat([parts[me], *(parts[r] for r in others)])"},
+         r"what is updated is not matrix 1. Its rows are in another order"),
+        ("sends_nothing_back", {BACK: "return rows"},
+         r"They are as before: the owner has to send them back"),
+        ("keeps_its_old_rows",
+         {BACK:
+              "found = exchanged(updated, like=rows)\n    found[me] = rows[me]\n    return found"},
+         r"They are as before"),
+        ("shares_turned_round", {BACK: "return exchanged(updated[::-1], like=rows)"},
+         r"They are those of rank 1"),
+        ("gathers_everything",
+         {"parts = exchanged(rows, like=[rows[me]] * comm.world_size)":
+              "parts = [comm.all_gather(one.contiguous()) for one in rows][me]"},
+         r"bytes are sent; \d+ are enough.* An all-gather would bring every matrix to every rank"),
+        ("receives_nothing", {"[(rank, received[rank]) for rank in others]": "[]"},
+         r"what is updated is not matrix|not right"),
+        ("the_matrices", {BACK: "return [torch.cat(parts)] * comm.world_size"},
+         r"must return a list: for each matrix this rank's rows"),
     ],
 }  # fmt: skip

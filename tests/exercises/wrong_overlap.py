@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 SIZE = "nbytes / min(range(1, 200), key=iteration_ms)"
-SEND_BEFORE = "        if number > 0:\n            calls += sent(buckets[number - 1])\n"
-SEND_LAST = " + sent(buckets[-1])"
-IN_ORDER_OF_OWNERS = """            for owner, slices in enumerate(partition.slices_of_rank)
-            for piece in slices
-            if piece.param in bucket
-"""
+START_ALL = "        under_way.append(comm.all_reduce(gradient))\n"
+WAIT_ALL = "    for call in under_way:\n        call.wait()\n"
 START = "    so_far[-1].start_reduction()\n"
 READY = "so_far[-2:] if is_last else so_far[-2:-1]"
 FINISH = "        bucket.wait_for_reduction()\n        bucket.step()\n        bucket.start_broadcast()\n"
@@ -23,22 +19,33 @@ CHANGED = {
         ("how_many", {SIZE: "round((backward_ms / latency_ms / 2) ** 0.5)"}, r"not the number of buckets"),
         ("below_nothing", {SIZE: "nbytes - 1e9"}, r"a number of bytes above 0"),
     ],
-    "overlap.interleaved_calls": [
-        ("all_sent_at_the_end", {SEND_BEFORE: "", SEND_LAST: " + sent(sum(buckets, []))"},
-         r"That is hook_with_zero_step;"),
-        ("each_sent_at_once", {SEND_BEFORE: "        calls += sent(bucket)\n", SEND_LAST: ""},
-         r"own reduction at once"),
-        ("without_the_last", {SEND_LAST: ""}, r"last bucket has to be sent too"),
-        ("in_elements", {"4 * ": ""}, r"Each has 4 bytes"),
-        ("in_the_buckets_order",
-         {IN_ORDER_OF_OWNERS: "for param in bucket for piece, owner in partition.pieces_of_param[param]\n"},
-         r"not in its place: within a bucket broadcasts go owner"),
-        ("first_layers_first", {"    calls = []": "    buckets = buckets[::-1]\n    calls = []"},
-         r"opposite order"),
-        ("one_more_broadcast", {SEND_LAST: SEND_LAST + SEND_LAST + "[-1:]"},
-         r"should be the end, and is Call"),
-        ("names_only", {"return calls" + SEND_LAST: 'return ["all_reduce", "broadcast"] * len(buckets)'},
-         r"must return a list of calls"),
+    "overlap.reduce_as_ready": [
+        ("waits_at_once", {START_ALL: "        under_way.append(comm.all_reduce(gradient))\n"
+                                      "        under_way[-1].wait()\n"},
+         r"waits for a reduction before it computes the next layer.* wait at the end"),
+        ("all_at_the_end",
+         {START_ALL: "",
+          WAIT_ALL: "    for gradient in gradients:\n        comm.all_reduce(gradient).wait()\n"},
+         r"Nothing is sent before backward has ended"),
+        ("never_waits", {WAIT_ALL: ""}, r"returns while the reduction of gradient 0 is under way"),
+        ("waits_for_the_last_only", {WAIT_ALL: "    call = under_way[-1]\n    call.wait()\n"},
+         r"returns while the reduction of gradient 0 is under way"),
+        ("sums", {"layer() / comm.world_size": "layer()"}, r"It is the sum over the 2 ranks"),
+        ("divides_while_it_is_under_way",
+         {"layer() / comm.world_size": "layer()",
+          "        gradients.append": "        gradient /= comm.world_size\n        gradients.append"},
+         r"is not the mean over the ranks|It is the sum over the 2 ranks"),
+        ("returns_copies", {"gradients.append(gradient)": "gradients.append(gradient.clone())"},
+         r"It was used before its reduction was over"),
+        ("one_reduction_for_all",
+         {START_ALL: "", WAIT_ALL: "    flat = torch.cat(gradients)\n    comm.all_reduce(flat).wait()\n"
+                                   "    gradients = list(flat.chunk(len(gradients)))\n"},
+         r"starts 1 reductions. Start one for each layer"),
+        ("gathers",
+         {START_ALL: "        gradient = sum(comm.all_gather(gradient))\n", WAIT_ALL: ""},
+         r"calls all_gather. Use all_reduce"),
+        ("forward_order", {"return gradients": "return gradients[::-1]"}, r"gradient 0 is not the mean"),
+        ("one_tensor", {"return gradients": "return torch.stack(gradients)"}, r"must return a list"),
     ],
     "overlap.on_bucket": [
         ("waits_at_once", {READY: "so_far[-1:]"}, r"that it has just started"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 POWER = "2.0 ** (exponent - 1)"
 GRADIENT = "None if param.grad is None else param.grad.to(master.dtype)"
 COPY = "    with torch.no_grad():\n        param.copy_(master)"
-SHARE = "(value - low) / (high - low)"
+GATHER = "    comm.gather_shares(flat).wait()"
 
 CHANGED = {
     "precision.lost_below": [
@@ -41,16 +41,28 @@ CHANGED = {
          r"has no update in this step"),
         ("expects_a_gradient", {GRADIENT: "param.grad.float()"}, r"raised AttributeError: 'NoneType'"),
     ],
-    "precision.round_at_random": [
-        ("the_nearer", {f"chance < {SHARE}": "value - low >= high - value"},
-         r"The random number must decide"),
-        ("a_coin", {f"chance < {SHARE}": "chance >= 0.5 and value != low"}, r"That is a coin"),
-        ("the_farther_more_often", {"return high": "return low", "else low": "else high"},
-         r"nearer one must come more often"),
-        ("without_the_gap", {" / (high - low)": ""}, r"divide the distance by the gap"),
-        ("in_between", {f"high if chance < {SHARE} else low": "low + chance * (high - low)"},
-         r"no value between"),
-        ("moves_what_is_exact", {"chance <": "chance <="}, r"has the value 1\.0 itself, so it stays"),
-        ("a_square", {SHARE: f"({SHARE}) ** 2"}, r"For the mean to be the value"),
+    "precision.without_masters": [
+        ("every_rank_rounds_all",
+         {"share = flat.chunk(comm.world_size)[comm.rank]": "share = flat",
+          "gradient.chunk(comm.world_size)[comm.rank]": "gradient",
+          GATHER: ""},
+         r"weights differ between rank 0 and rank 1. Each rank rounds all weights for itself"),
+        ("rounds_to_nearest", {"round_at_random(share.float() - update)": "share.float() - update"},
+         r"round_at_random is not called. Rounding to the nearest loses"),
+        ("adds_in_16_bits", {"share.float() - update": "share - update.to(share.dtype)"},
+         r"only values of bfloat16 already.*Compute the new values in float32"),
+        ("sends_nothing", {GATHER: ""}, r"New values do not arrive: every share has to be sent"),
+        ("sends_32_bits",
+         {GATHER: "    flat.copy_(torch.cat(comm.all_gather(share.float())))"},
+         r"exchange 512 bytes; 256 are enough.*Round before you send"),
+        ("rounds_twice", {GATHER: "    share.copy_(round_at_random(share.float() - update))\n" + GATHER},
+         r"what was rounded is not its old share less lr.* there is one step"),
+        ("the_first_share_of_the_gradient",
+         {"gradient.chunk(comm.world_size)[comm.rank]": "gradient.chunk(comm.world_size)[0]"},
+         r"Share r of `flat` and share r of `gradient` belong together"),
+        ("into_a_copy", {"    share = flat": "    flat = flat.clone()\n    share = flat"},
+         r"no weight has changed. Write the new values into `flat`"),
+        ("in_float32", {GATHER: GATHER + "\n    flat.data = flat.float()"},
+         r"They stay bfloat16|raised RuntimeError"),
     ],
 }  # fmt: skip

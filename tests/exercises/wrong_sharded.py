@@ -4,6 +4,8 @@ from __future__ import annotations
 
 REST = "list(range(next_one, count))"
 IN_ORDER = "while next_one in full"
+REDUCED = "comm.reduce_shares(flat, share).wait()"
+TOTAL = "total / (len(micro_batches) * comm.world_size)"
 FOR_OWNERS = "2 * nbytes / shard_group * (groups - 1) / groups"
 
 CHANGED = {
@@ -23,33 +25,32 @@ CHANGED = {
         ("again_at_the_end", {REST: "list(range(count))"}, r"Bucket 0 is reduced twice"),
         ("one_list", {f"[*started, {REST}]": "list(range(count))"}, r"must return a list of lists"),
     ],
-    "sharded.ring": [
-        ("begins_with_its_own",
-         {"range(1, size)": "range(size - 1)", "return shares[rank]": "return shares[after]"},
-         r"sum of share 1, which rank 1 is to have.*must a rank send first"),
-        ("begins_with_its_own_and_returns_its_own", {"range(1, size)": "range(size - 1)"},
-         r"It sends share 0 first\. .* here rank 2, which is to have share 2"),
-        ("begins_one_further", {"rank - distance": "rank - distance - 1"},
-         r"It sends share 1 first\. .* which is to have share 2"),
-        ("passes_on_without_adding", {"+= received": "= received.clone()"},
-         r"sum of 1 of 3 parts.*Add what arrives to this rank's part"),
-        ("to_each_owner",
-         {"sent =": "after, before = (rank - distance) % size, (rank + distance) % size\n        sent =",
-          "shares[(rank - distance - 1) % size]": "shares[rank]"},
-         r"sent to rank 2. In a ring a rank sends to the next one only"),
-        ("one_round_more", {"range(1, size)": "range(1, size + 1)"}, r"sent 3 messages.*so a rank sends 2"),
-        ("everything_each_round",
-         {"torch.empty_like(shares[rank])": "torch.empty_like(torch.stack(shares))",
-          "sent = shares[(rank - distance) % size]": "sent = torch.stack(shares)",
-          "shares[(rank - distance - 1) % size] += received": "shares[rank] += received[rank]"},
-         r"sent a message of 72 bytes. A share has 24"),
-        ("asks_for_an_all_reduce",
-         {"    received": "    comm.all_reduce(shares[rank]).wait()\n    return shares[rank]\n    received"},
-         r"called all_reduce. Write it from messages"),
-        ("all_shares", {"return shares[rank]": "return shares"}, r"must return a tensor as large as a share"),
+    "sharded.accumulate": [
+        ("reduces_once",
+         {"        share =": "        total = total + flat\n    if 1:\n        flat = total\n        share =",
+          "total = total + share\n": "total = share\n"},
+         r"reduces once, after the last micro-batch.* as stage 1 does"),
+        ("all_backwards_first",
+         {"for run in micro_batches:\n        flat = run()": "for flat in [run() for run in micro_batches]:"},
+         r"runs the next backward before the gradients of the last one are reduced"),
+        ("adds_up", {TOTAL: "total"}, r"sum over ranks and micro-batches. Divide by both"),
+        ("divides_by_micro_batches", {TOTAL: "total / len(micro_batches)"}, r"not divided by the 2 ranks"),
+        ("divides_by_ranks", {TOTAL: "total / comm.world_size"}, r"not divided by the 3 micro-batches"),
+        ("the_last_alone", {"total = total + share": "total = share"}, r"has the last micro-batch alone"),
+        ("all_reduces",
+         {REDUCED: "comm.all_reduce(flat).wait()\n        share = flat.chunk(comm.world_size)[comm.rank]"},
+         r"called all_reduce. Reduce to shares"),
+        ("whole_gradients", {"return total": "return torch.cat([total] * comm.world_size)"},
+         r"must return this rank's share, 6 of 12 elements"),
+        ("rank_0_reduces_more",
+         {"    return total": f"    if comm.rank == 0:\n        {REDUCED}\n    return total"},
+         r"ranks wait for each other.* reduces after each micro-batch"),
+        ("runs_twice", {"flat = run()": "run()\n        flat = run()"},
+         r"ran 6 backwards. Each micro-batch is run once"),
     ],
     "sharded.hybrid_bytes": [
-        ("only_the_reduction", {"within = 2 * nbytes": "within = nbytes"}, r"new parameters are gathered too"),
+        ("only_the_reduction", {"within = 2 * nbytes": "within = nbytes"},
+         r"new parameters are gathered too"),
         ("all_gradients_between", {"nbytes / shard_group *": "nbytes *"}, r"only this rank's share travels"),
         ("one_way_between", {"within, 2 * nbytes": "within, nbytes"}, r"so it moves twice"),
         ("among_all_ranks", {"(shard_group - 1) / shard_group": "(world_size - 1) / world_size"},

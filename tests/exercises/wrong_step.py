@@ -8,29 +8,38 @@ import torch
 import torch.distributed as dist
 
 STEP = "    local.step()\n"
-EACH = "    for param, owner in zip(params, owner_of_param):\n"
-SEND = "        dist.broadcast(param.detach(), group_src=owner)"
+GIVE = "    for piece, cut in zip(pieces, owned):\n        piece.grad = window(params[cut.param].grad, cut)\n"
+EACH = "    for owner, slices in enumerate(partition.slices_of_rank):\n        for cut in slices:\n"
+SEND = "            dist.broadcast(window(params[cut.param], cut), group_src=owner)"
 # The call after one of these two stands four spaces further in.
-IF_OWNER = "        if owner == dist.get_rank():\n    "
-IF_NOT_OWNER = "        if owner != dist.get_rank():\n    "
+IF_OWNER = "            if owner == dist.get_rank():\n    "
+IF_NOT_OWNER = "            if owner != dist.get_rank():\n    "
 SENT = "    owner, param = broadcasts[lost]\n"
 IN_REGISTRATION_ORDER = {SENT: "    broadcasts.sort(key=lambda sent: sent[1])\n" + SENT}
 STALE_RANKS = "range(partition.world_size)"
 OWN = 'torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)'
 
 CHANGED = {
-    "step.write_step": [
+    "step.step_in_slices": [
         ("sends_nothing", {EACH + SEND: ""}, r"after step 2 .* did not arrive"),
         ("never_steps", {STEP: ""}, r"Was local\.step\(\) called"),
+        ("gives_no_gradients", {GIVE: ""}, r"old everywhere.* had got its gradient in \.grad"),
+        ("gradients_from_the_start",
+         {"window(params[cut.param].grad, cut)": "params[cut.param].grad.view(-1)[: cut.stop - cut.start]"},
+         r"a value that the plain optimizer never gave it\. .* same range, start to stop"),
         ("sends_before_it_steps", {STEP + EACH + SEND: EACH + SEND + "\n" + STEP},
          r"sent before it was updated"),
         ("rank_0_sends_all", {"group_src=owner": "group_src=0"}, r"sent by its own owner"),
+        ("whole_parameters", {"window(params[cut.param], cut), g": "params[cut.param].detach(), g"},
+         r"a whole parameter that has several owners"),
         ("averages",
-         {SEND: "        dist.all_reduce(param.detach())\n"
-                "        param.detach().div_(dist.get_world_size())"},
+         {SEND: "            new = window(params[cut.param], cut)\n            dist.all_reduce(new)\n"
+                "            new.div_(dist.get_world_size())"},
          r"was added to the others' or averaged with them"),
         ("adds_up_what_is_zero_but_on_the_owner",
-         {SEND: IF_NOT_OWNER + "        param.detach().zero_()\n        dist.all_reduce(param.detach())"},
+         {SEND: "            new = window(params[cut.param], cut)\n" + IF_NOT_OWNER
+                + "            new.zero_()\n"
+                "            dist.all_reduce(new)"},
          r"values are right, but they came by all_reduce, which moves each value twice as often"),
         ("averages_gradients_again",
          {STEP: "    for param in params:\n        dist.all_reduce(param.grad)\n"
@@ -41,19 +50,21 @@ CHANGED = {
         ("waits_for_the_last_only",
          {"dist.broadcast": "work = dist.broadcast", "=owner)": "=owner, async_op=True)\n    work.wait()"},
          r"Call \.wait\(\) on what broadcast returned"),
-        ("sends_clones", {"param.detach()": "param.detach().clone()"}, r"A clone, or its gradient"),
+        ("sends_clones", {"window(params[cut.param], cut), g": "window(params[cut.param], cut).clone(), g"},
+         r"A clone, or its gradient"),
         ("steps_an_optimizer_of_its_own", {"local.step()": "Adam(params, lr=0.1).step()"},
          r"the optimizer to step is `local`"),
         ("only_owners_call", {SEND: IF_OWNER + SEND},
-         r"rank 0 calls broadcast from rank 0, rank 1 calls broadcast from rank 1\. Every"),
-        ("sends_gradients", {"param.detach()": "param.grad"}, r"did not arrive.* Pass param\.detach\(\)"),
+         r"rank 0 calls broadcast of 320 elements from rank 0, rank 1 calls broadcast of 64 .*\. Every"),
+        ("sends_gradients", {"window(params[cut.param], cut), g": "window(params[cut.param].grad, cut), g"},
+         r"did not arrive.* Pass param\.detach\(\)\.view\(-1\)\[start:stop\]"),
         ("others_wait_for_a_second_message", {SEND: SEND + "\n" + IF_NOT_OWNER + SEND},
-         r"rank 0 calls broadcast from rank 1, rank 1 calls broadcast from rank 0"),
+         r"rank 0 calls broadcast of \d+ elements from rank \d, rank 1 calls broadcast"),
         ("idle_ranks_return_early",
-         {STEP: "    if dist.get_rank() not in owner_of_param:\n        return\n" + STEP},
-         r"rank 1 calls broadcast from rank 1, rank 2 returns\."),
-        ("takes_the_wrong_argument", {"zip(params, owner_of_param)": "params"},
-         r"\(local, params, .* raised \w+Error: .* \(line "),
+         {STEP: "    if not owned:\n        return\n" + STEP},
+         r"rank 1 returns"),
+        ("takes_the_wrong_argument", {"zip(pieces, owned)": "pieces"},
+         r"\(local, pieces, params, partition\) raised \w+Error: .* \(line "),
     ],
     "step.stale": [
         ("the_owner_is_stale", {"rank == owner": "rank != owner"}, r"Old are those that waited"),
@@ -102,15 +113,21 @@ CHANGED = {
 }  # fmt: skip
 
 
-def sends_one_by_one(local: Any, params: Any, owner_of_param: list[int]) -> None:
+def sends_one_by_one(local: Any, pieces: Any, params: Any, partition: Any) -> None:
+    def window(tensor: Any, cut: Any) -> Any:
+        return tensor.detach().view(-1)[cut.start : cut.stop]
+
+    for piece, cut in zip(pieces, partition.slices_of_rank[dist.get_rank()]):
+        piece.grad = window(params[cut.param].grad, cut)
     local.step()
-    for param, owner in zip(params, owner_of_param):
-        if owner != dist.get_rank():
-            dist.recv(param.detach(), group_src=owner)
-            continue
-        for rank in range(dist.get_world_size()):
-            if rank != owner:
-                dist.send(param.detach(), group_dst=rank)
+    for owner, slices in enumerate(partition.slices_of_rank):
+        for cut in slices:
+            if owner != dist.get_rank():
+                dist.recv(window(params[cut.param], cut), group_src=owner)
+                continue
+            for rank in range(dist.get_world_size()):
+                if rank != owner:
+                    dist.send(window(params[cut.param], cut), group_dst=rank)
 
 
 def adds_up_over_ranks(params: Any) -> list[int]:
@@ -123,6 +140,6 @@ def adds_up_over_ranks(params: Any) -> list[int]:
 
 
 WRONG = [
-    ("step.write_step", sends_one_by_one, r"came by recv and send\. Use one broadcast"),
+    ("step.step_in_slices", sends_one_by_one, r"came by recv and send\. Use one broadcast"),
     ("step.differing", adds_up_over_ranks, r"returns \[\[\], \[\]\]|rank by rank"),
 ]

@@ -133,6 +133,11 @@ def ddp(place: Place, model: nn.Module, **options: Any) -> DistributedDataParall
     return DistributedDataParallel(model, process_group=place.group, **options)
 
 
+def alternating(numels: list[int], world_size: int) -> list[list[int]]:
+    """Neighbours have different owners, so that an owner has several runs of a bucket of DDP."""
+    return [list(range(rank, len(numels), world_size)) for rank in range(world_size)]
+
+
 @path
 def after_ddp(place: Place, hook: str = "none", clip: bool = False, **options: Any) -> list[torch.Tensor]:
     """DDP reduces, everywhere or to owners; then clipping and a step."""

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import paths
 import pretend_device as device
 import pretend_group
 import pytest
@@ -199,7 +200,12 @@ MISTAKES: dict[Callable[[], Patch], tuple[str, dict[str, Any], bool, str]] = {
     facts_on_the_cpu: ("step", VIEWS, False, "no backend for tensors on cpu"),
     gradients_go_by_the_host: ("after_ddp", {**VIEWS, "hook": "pairs"}, True, "waits"),
     a_sum_is_used_before_its_end: ("after_ddp", {**VIEWS, "hook": "owners"}, False, "races"),
-    packed_parts_are_not_recorded: ("in_backward", {**INTERLEAVED, "owners": True}, False, "frees"),
+    packed_parts_are_not_recorded: (
+        "in_backward",
+        {"partition": paths.alternating, "interleaved": True, "owners": True},
+        False,
+        "frees",
+    ),
 }
 """By mistake: the path, its options, whether the group also has Gloo, and what has to be found."""
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import paths
 import pretend_group
 import pytest
 import torch
@@ -51,6 +52,9 @@ for name in ("views", "even views"):
     CASES[f"offload, {name}"] = ("offload", how)
     CASES[f"state, {name}"] = ("state", how)
     CASES[f"Join, {name}"] = ("uneven", how)
+for by in ("pairs", "reduce"):
+    runs = {"partition": paths.alternating, "by": by, "owners": True, "interleaved": True}
+    CASES[f"in backward, interleaved, to owners of several runs, {by}"] = ("in_backward", runs)
 for name in ("even views", "shares", "shares views"):
     how = STEPS_BY[name]
     CASES[f"sharded, {name}"] = ("sharded", how)

@@ -36,6 +36,7 @@ class Mode(NamedTuple):
     strategy: str
     way: str = "plain"
     to_owners: bool = False
+    by: str = "pairs"
 
 
 MODES = [
@@ -46,6 +47,8 @@ MODES = [
         for way in ("plain", *OVERLAP)
         for to_owners in (False, True)
     ),
+    Mode("zero", "plain", True, "reduce"),
+    Mode("zero-even", "interleaved", True, "reduce"),
 ]
 
 
@@ -66,7 +69,7 @@ def wrapped(mode: Mode) -> tuple[DistributedDataParallel, torch.optim.Optimizer,
         parameters_as_bucket_view=mode.strategy == "zero-even",
         overlap_with_ddp=mode.way != "plain",
     )
-    reduce = reduce_to_owners(zero) if mode.to_owners else None
+    reduce = reduce_to_owners(zero, by=mode.by) if mode.to_owners else None
     return ddp, zero, IterationRecorder(ddp, zero, overlap=OVERLAP.get(mode.way), reduce=reduce)
 
 
@@ -92,7 +95,7 @@ def recorded(modes: list[Mode]) -> list[Timeline]:
 def simulated(mode: Mode, rank: int) -> Timeline:
     params = from_module(tower())
     plan = schedule(
-        recipe(mode.strategy, optimizer="Adam", way=mode.way, to_owners=mode.to_owners),
+        recipe(mode.strategy, optimizer="Adam", way=mode.way, to_owners=mode.to_owners, reduced_by=mode.by),
         params,
         2,
         ddp_buckets=ddp_buckets(params, cap_bytes=BUCKET),

@@ -65,8 +65,17 @@ RUNS: list[Recipe] = [
     recipe(strategy, **axes)
     for strategy, several in {
         "ddp": [{"accumulation": 3}, {"reduce_dtype": "bfloat16"}, {"reduce_dtype": "float32"}],
-        "zero": [{"accumulation": 2, "reduce_dtype": "float16"}, {"accumulation": 2, "way": "interleaved"}],
-        "zero-even": [{"accumulation": 2}, {"reduce_dtype": "float32", "offload": True}],
+        "zero": [
+            {"accumulation": 2, "reduce_dtype": "float16"},
+            {"accumulation": 2, "way": "interleaved"},
+            {"accumulation": 2, "to_owners": True, "reduced_by": "reduce"},
+        ],
+        "zero-even": [
+            {"accumulation": 2},
+            {"reduce_dtype": "float32", "offload": True},
+            {"to_owners": True},
+            {"to_owners": True, "reduced_by": "reduce", "way": "interleaved"},
+        ],
         "zero-2": [
             {"accumulation": 3},
             {"accumulation": 3, "no_sync": True},

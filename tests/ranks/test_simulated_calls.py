@@ -108,6 +108,7 @@ class Run(NamedTuple):
         way: when updates are made and sent.
         shard_group: how many ranks share the state; None for all.
         range_numel: of equal shares, elements from which on a range is full; None for the usual.
+        by: how gradients go to owners; None for the usual, pairs.
     """
 
     strategy: str
@@ -115,10 +116,13 @@ class Run(NamedTuple):
     way: str
     shard_group: int | None = None
     range_numel: int | None = None
+    by: str | None = None
 
     @property
     def recipe(self) -> Recipe:
         how = recipe(self.strategy, to_owners=self.to_owners, way=self.way, shard_group=self.shard_group)
+        if self.by is not None:
+            return recipe(how, reduced_by=self.by)
         if self.range_numel is None:
             return how
         return recipe(how, partition=functools.partial(equal_shares, range_numel=self.range_numel))
@@ -147,6 +151,10 @@ RUNS = [
     Run("ddp", False, "plain"),
     *itertools.starmap(
         Run, itertools.product(["zero", "zero-bucket", "zero-even"], [False, True], ["plain", *HOOKS])
+    ),
+    *itertools.starmap(
+        functools.partial(Run, by="reduce"),
+        itertools.product(["zero", "zero-even"], [True], ["plain", "interleaved"]),
     ),
     *(
         Run("zero-2", True, way, shard_group, range_numel)
@@ -183,7 +191,7 @@ def recorded(case: Case, run: Run) -> Seen:
             parameters_as_bucket_view=plan.flat,
         )
         optimizer.collectives.observers.append(calls.append)
-        hook = reduce_to_owners(optimizer) if run.to_owners else reduce
+        hook = reduce_to_owners(optimizer, by=run.by) if run.to_owners else reduce
         ddp.register_comm_hook(None, HOOKS[run.way](hook, ddp, optimizer) if run.way in HOOKS else hook)
 
     def iterate() -> None:

@@ -6,13 +6,16 @@
 
 Each is a list of controls and a function from their values to an answer: an SVG, the same in words, the
 numbers behind it. In a page of the book Python runs in the browser and calls `controls` and `answer`; in a
-notebook `zero_ref.lab.widgets` shows the same. What is computed is the package's own plan and simulator.
+notebook `zero_ref.lab.widgets` shows the same. What is computed is the package's own plan and simulator. The
+same Python runs cells that a reader edits in a page: `run_cell`.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
+from zero_ref.live import cell
 from zero_ref.live.buckets import BUCKETS
 from zero_ref.live.design import DESIGN
 from zero_ref.live.explorer import Explorer
@@ -21,10 +24,11 @@ from zero_ref.live.overlap import OVERLAP
 from zero_ref.live.partition import PARTITION
 from zero_ref.live.ring import RING
 from zero_ref.live.search import SEARCH
+from zero_ref.live.which import WHICH
 from zero_ref.simulator._checks import check_name
 
 EXPLORERS: dict[str, Explorer] = {
-    one.name: one for one in (MEMORY, RING, PARTITION, BUCKETS, OVERLAP, DESIGN, SEARCH)
+    one.name: one for one in (MEMORY, RING, PARTITION, BUCKETS, OVERLAP, WHICH, DESIGN, SEARCH)
 }
 
 
@@ -46,3 +50,8 @@ def controls(name: str) -> str:
 def answer(name: str, values: str, width: float) -> str:
     """An explorer's answer to values given as a JSON object: JSON, `Answer.as_dict`."""
     return json.dumps(explorer(name).answer(width, **json.loads(values)).as_dict())
+
+
+def run_cell(before: str, source: str) -> str:
+    """What came of a cell, given what runs before it as a JSON list of pieces: JSON, `cell.Ran`."""
+    return json.dumps(asdict(cell.run(json.loads(before), source)))

@@ -144,6 +144,60 @@ def load_bars(
     return [*parts, base]
 
 
+def loads_compared(loads_of: Mapping[str, Sequence[float]]) -> Drawing:
+    """How much each rank owns under several partitions, below each other and on one scale.
+
+    >>> loads_compared({"yours": [6, 10], "even": [8, 8]}).words
+    'yours: the fullest rank owns 10, 1.25 × the mean; even: the fullest rank owns 8, 1 × the mean'
+
+    Args:
+        loads_of: for each title the elements of each rank.
+    """
+    titles = {}
+    for title, owned in loads_of.items():
+        mean = sum(owned) / len(owned)
+        over = f", {short(max(owned) / mean)} × the mean" if mean else ""
+        titles[title] = f"{title}: the fullest rank owns {short_count(max(owned))}{over}"
+
+    def draw(width: float) -> Stacked:
+        named = {titles[title]: owned for title, owned in loads_of.items()}
+        parts, y = bars_compared(named, short_count, MARGIN, 10.0, width - 2 * MARGIN)
+        return parts, y + 14
+
+    return Drawing("; ".join(titles.values()), draw)
+
+
+def bars_compared(
+    loads_of: Mapping[str, Sequence[float]], show: Callable[[float], str], x: float, y: float, width: float,
+    fullest_first: bool = False,
+) -> Stacked:  # fmt: skip
+    """What `loads_compared` draws, at a place of a larger picture: a title, bars, and a line at the mean.
+
+    Args:
+        loads_of: for each title the elements of each rank.
+        show: how a load is written.
+        x, y, width: where to draw, in pixels.
+        fullest_first: sort the ranks by what they own.
+    """
+    parts: list[str] = []
+    high, longest = 76.0, max(loads_of.values(), key=len)
+    most = max(max(owned) for owned in loads_of.values()) or 1.0
+    for title, owned in loads_of.items():
+        said, y = paragraph(title, x, y + 13, width, bold=True)
+        y -= 9
+        parts += said + load_bars(owned, show, x, y, width, high, most, fullest_first)
+        at = y + high * (1 - sum(owned) / len(owned) / most)
+        parts.append(line(x, at, x + width, at, INK, 1.3, MEAN))
+        y += high + 10
+    ends = ("the fullest", "the emptiest") if fullest_first else ("rank 0", f"rank {len(longest) - 1:,}")
+    parts += [
+        text(x, y + 6, ends[0], fill=MUTED),
+        text(x + width, y + 6, ends[1], fill=MUTED, anchor="end"),
+        text(x + width / 2, y + 6, "dashed: the mean", fill=INK, anchor="middle"),
+    ]
+    return parts, y + 6
+
+
 # ----------------------------------------------------------------------------------- balance against ranks
 
 

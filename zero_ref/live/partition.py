@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, params_of
-from zero_ref.live.loads import MEAN, curves_against_ranks, load_bars
+from zero_ref.live.loads import bars_compared, curves_against_ranks
 from zero_ref.live.numbers import short, short_count
-from zero_ref.live.palette import INK, MUTED
-from zero_ref.live.svg import LINE, MARGIN, line, picture, text
+from zero_ref.live.svg import MARGIN, picture, text
 from zero_ref.plan.choice import RULES, plan_partition
 from zero_ref.plan.partition import Partition
 from zero_ref.simulator.models import MODELS
@@ -53,30 +52,18 @@ def _picture(
     width: float, plans: Mapping[str, Partition], over_mean: Mapping[str, float],
     balance: Mapping[str, Sequence[float]], fullest_first: bool, words: str,
 ) -> str:  # fmt: skip
-    left, right, high, y = MARGIN, width - MARGIN, 76.0, 10.0
+    left, right = MARGIN, width - MARGIN
     some = next(iter(plans.values()))
-    mean = sum(some.numels) / some.world_size
-    most = max(max(plan.loads) for plan in plans.values())
-    parts: list[str] = []
+    titles = {}
     for rule, plan in plans.items():
         title = f"{NAMES[rule]}: {short(over_mean[rule])} × the mean"
         if width > 480:
             title += f" ({short_count(max(plan.loads))} elements on the fullest rank)"
-        parts.append(text(left, y + 13, title, bold=True))
-        y += LINE + 4
-        parts += load_bars(plan.loads, _elements, left, y, right - left, high, most, fullest_first)
-        at = y + high * (1 - mean / most)
-        parts.append(line(left, at, right, at, INK, 1.3, MEAN))
-        y += high + 10
-    ends = ("the fullest", "the emptiest") if fullest_first else ("rank 0", f"rank {some.world_size - 1:,}")
-    parts += [
-        text(left, y + 6, ends[0], fill=MUTED),
-        text(right, y + 6, ends[1], fill=MUTED, anchor="end"),
-        text((left + right) / 2, y + 6, "dashed: the mean", fill=INK, anchor="middle"),
-    ]
-    parts.append(text(left, y + 34, "fullest rank / mean, as ranks are added", bold=True))
+        titles[title] = plan.loads
+    parts, y = bars_compared(titles, _elements, left, 10.0, right - left, fullest_first)
+    parts.append(text(left, y + 28, "fullest rank / mean, as ranks are added", bold=True))
     curves = {NAMES[rule]: dict(zip(POWERS, values)) for rule, values in balance.items()}
-    lower, y = curves_against_ranks(curves, _times, left, y + 48, right - left, here=some.world_size)
+    lower, y = curves_against_ranks(curves, _times, left, y + 42, right - left, here=some.world_size)
     return picture(width, y, words, parts + lower)
 
 

@@ -255,9 +255,9 @@ class Board(NamedTuple):
         """A box of gradients: averaged, of the rank's own batch, or not held."""
         piece, owner, x, wide = one
         colour, names = rank_colour(owner, len(RANK_COLOURS)), short_names(self.names[piece.param])
-        words = [*(f"∇{name}" for name in names), names[-1]]
+        words = [f"∇{name}" for name in names]
         if phase == "reduce":
-            return self.box(x, y, wide, height, tint(colour, AVERAGED), *words)
+            return self.box(x, y, wide, height, tint(colour, AVERAGED), *words, names[-1])
         until = self._until(phase, piece.param)
         if until == 0:
             return self.box(x, y, wide, height, FAINT, *self._beside_arrow(words, one, phase))

@@ -28,6 +28,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `scenario`: all of it together, from a model's name to memory, traffic and time;
 - `stages`: one such run under DDP and each stage, to choose among them;
 - `tree`: a decision tree as a value: questions, and an advice at each end;
+- `which`: every way to train a model compared, the questions that decide, and how far their advice is off;
 - `search`: every way to train a model on a cluster, and the best of them;
 - `options`: an option of such a run, defined once: with the field that keeps its value;
 - `published`: runs that others published;

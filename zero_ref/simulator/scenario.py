@@ -206,11 +206,11 @@ class Scenario:
     @property
     def tokens(self) -> int:
         """Of one rank in one iteration. An example for a model that is no transformer counts as one token."""
-        return self.accumulation * self._tokens_at_once
+        return self.accumulation * self.tokens_of_pass
 
     @property
-    def _tokens_at_once(self) -> int:
-        """Of one forward."""
+    def tokens_of_pass(self) -> int:
+        """Of one rank in one forward and backward; `accumulation` of them make an iteration."""
         return self.batch * self.tokens_of_sequence
 
     @property
@@ -290,7 +290,7 @@ class Scenario:
     def workload(self) -> Workload:
         """A step reads value, gradient and state, and writes value and state."""
         return Workload(
-            self._tokens_at_once,
+            self.tokens_of_pass,
             recompute=self.checkpointing == "full",
             step_bytes=self._state_itemsize * (3 + 2 * state_rule(self.optimizer).tensors),
             attention_share=self.attention_share,

@@ -14,14 +14,17 @@ async function start(root) {
   return pyodide.pyimport("zero_ref.live");
 }
 
-onmessage = async ({ data: { id, root, name, values, width } }) => {
+onmessage = async ({ data: { id, root, name, values, width, cell } }) => {
   try {
     live ??= start(root).catch((error) => {
       live = undefined; // asked again, it tries again
       throw error;
     });
     const python = await live;
-    const text = values === undefined ? python.controls(name) : python.answer(name, JSON.stringify(values), width);
+    let text;
+    if (cell) text = python.run_cell(JSON.stringify(cell.before), cell.source);
+    else if (values === undefined) text = python.controls(name);
+    else text = python.answer(name, JSON.stringify(values), width);
     postMessage({ id, result: JSON.parse(text) });
   } catch (error) {
     postMessage({ id, error: String(error.message ?? error) });

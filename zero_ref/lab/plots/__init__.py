@@ -14,8 +14,8 @@ explorers. A `Drawing` is drawn anew for each width, and a notebook shows one th
 All others draw into the Axes that they are given, whoever made it, give it back, and touch no global state;
 `figure` makes one in a figure that a notebook shows when it is the last line of a cell.
 
-Who owns what: `shard_map`, `loads`, `loads_by_rule`, `balance_against_ranks`, `step_diagram`, `flat_layout`,
-`groups_grid`.
+Who owns what: `shard_map`, `loads`, `loads_compared`, `loads_by_rule`, `balance_against_ranks`,
+`step_diagram`, `flat_layout`, `groups_grid`.
 What it costs: `memory_by_rank`, `ledger_stages`, `message_times`.
 What a collective costs: `ring_rounds`, `bytes_on_wire`, `time_against_bytes`.
 What a run gave: `loss_curves`, `predicted_against_measured`.
@@ -52,7 +52,7 @@ from zero_ref.lab.plots._style import Picture, figure, panels, save
 from zero_ref.lab.plots._volume import memory_against_ranks, volume_against_ranks
 from zero_ref.lab.plots._wire import bytes_on_wire, time_against_bytes
 from zero_ref.live.lanes import stages_timeline, timeline
-from zero_ref.live.loads import balance_against_ranks, loads
+from zero_ref.live.loads import balance_against_ranks, loads, loads_compared
 from zero_ref.live.memory import memory_items
 from zero_ref.live.memory_over_time import memory_over_time
 from zero_ref.live.palette import rank_colour, text_colour_on
@@ -69,6 +69,7 @@ __all__ = [
     "Drawing",
     "shard_map",
     "loads",
+    "loads_compared",
     "loads_by_rule",
     "balance_against_ranks",
     "step_diagram",

@@ -1,0 +1,365 @@
+"""Which stage: every way to train a model on some ranks, and a rule of thumb beside the fastest that fits.
+
+`compared` simulates DDP, the stages and the hybrid for one model, cluster and batch. TREE asks the questions
+that decide among them, each answered by a line of arithmetic. `Compared` has both: what the tree advises, and
+how much longer that takes than the fastest way that surely fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from zero_ref.simulator import spread
+from zero_ref.simulator._checks import check_number
+from zero_ref.simulator.cluster import Device
+from zero_ref.simulator.models import blocks
+from zero_ref.simulator.operations import COMPUTE, Operation
+from zero_ref.simulator.recipe import recipe
+from zero_ref.simulator.scenario import Scenario, SimulatedRun
+from zero_ref.simulator.stages import runs_by_stage
+from zero_ref.simulator.tree import Advice, Node, Question, nodes_on
+
+ALIKE = 0.05
+"""Ways whose times differ by this share are taken as equally fast. It is a choice, no measurement: what the
+simulator leaves out, such as computing that a message disturbs, may be as much."""
+
+# ------------------------------------------------------------------------------------------------- the rules
+
+
+def tokens_to_hide(tflops: float, gb_per_s: float, world_size: int) -> float:
+    """The fewest tokens of a pass, on each rank, with which the network has no more to do than the rank.
+
+    It is C/W (N-1)/N, with C operations and W bytes a second. Forward makes 2 operations for each parameter
+    and token, and stage 3 gathers the 2 bytes of each parameter meanwhile, of which (N-1)/N arrive. Backward
+    makes 4, beside a gather and a reduce-scatter at stage 3, or beside DDP's all-reduce, which moves all
+    gradients twice: the same number of tokens. Latency is not counted.
+
+    >>> tokens_to_hide(400, 50, 64)
+    7875.0
+
+    Args:
+        tflops: 10^12 operations a second that a rank reaches.
+        gb_per_s: 10^9 bytes a second that arrive at each rank of a ring.
+    Raises:
+        ValueError: a rate is not above 0, or there is no rank.
+    """
+    check_number("tflops", tflops, above=True)
+    check_number("gb_per_s", gb_per_s, above=True)
+    if world_size < 1:
+        raise ValueError(f"there is at least 1 rank, got world_size={world_size}.")
+    return 1e3 * tflops / gb_per_s * (world_size - 1) / world_size
+
+
+def tokens_for_short_update(tflops: float, memory_gb_per_s: float, share: float = ALIKE) -> float:
+    """The fewest tokens of an update, on each rank, with which a whole update is a small share of the time.
+
+    AdamW on 32-bit masters reads and writes 28 bytes for each parameter. The passes make 6 operations for
+    each parameter and token.
+
+    >>> round(tokens_for_short_update(400, 2850))
+    12444
+
+    Args:
+        tflops: 10^12 operations a second that a rank reaches.
+        memory_gb_per_s: 10^9 bytes a second that a rank reads or writes in its memory.
+        share: of the time of an iteration.
+    Raises:
+        ValueError: a rate is not above 0, or the share is not between 0 and 1.
+    """
+    check_number("tflops", tflops, above=True)
+    check_number("memory_gb_per_s", memory_gb_per_s, above=True)
+    if not 0 < share < 1:
+        raise ValueError(f"share is above 0 and below 1, got {share:g}.")
+    return (1 - share) / share * 28 / 6 * 1e3 * tflops / memory_gb_per_s
+
+
+def room_gb(device: Device) -> float:
+    """What tensors may take of a device for a run that surely fits, in 10^9 bytes.
+
+    The rest is for libraries, for what the allocator reserves, and for the error of predictions.
+
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> h100 = cluster("h100-ib").device
+    >>> round(h100.memory_gb, 1), round(room_gb(h100))
+    (85.5, 70)
+
+    Raises:
+        ValueError: the device's memory is not known.
+    """
+    if device.memory_gb is None:
+        raise ValueError(f"the memory of {device.name} is not known: give the device a memory_gb.")
+    return (device.memory_gb / spread.MEMORY.high - device.library_gb) / (1 + device.allocator_share)
+
+
+# -------------------------------------------------------------------------------------------------- the tree
+
+BEYOND = "beyond ZeRO"
+
+LEAST = "Does it fit when each rank keeps only its share?"
+SHORT = "Does it fit whole, and is the update short?"
+PASSES = "Has an update several passes, and do whole gradients fit?"
+HIDES = "Does a pass hide what all ranks gather?"
+IN_NODE = "Does it hide what a node gathers, and does a node hold all?"
+WHOLE = "Does it fit whole?"
+STAGE_2 = "Do whole parameters fit?"
+
+TREE = Question(
+    LEAST,
+    threshold="16 Ψ/N bytes + two blocks + activations < room",
+    no=Advice(BEYOND, "More ranks, fewer activations, or another kind of parallelism"),
+    yes=Question(
+        SHORT,
+        threshold="18 Ψ bytes + activations < room; tokens of an update > 89 C/B",
+        yes=Advice("DDP", "No other way saves a twentieth of the time"),
+        no=Question(
+            PASSES,
+            threshold="(4 + 14/N) Ψ bytes + activations < room",
+            yes=Advice("stage 2, no_sync", "One reduction for all passes: 2 Ψ elements sent"),
+            no=Question(
+                HIDES,
+                threshold="tokens of a pass > C/W · (N−1)/N",
+                yes=Advice("stage 3", "The least memory, and hardly a wait"),
+                no=Question(
+                    IN_NODE,
+                    threshold="the same for the n ranks of a node; 16 Ψ/n bytes + two blocks + activations",
+                    yes=Advice("hybrid", "Gathers stay inside; only a share crosses"),
+                    no=Question(
+                        WHOLE,
+                        threshold="18 Ψ bytes + activations < room",
+                        yes=Advice("DDP", "Bytes decide, and no way sends fewer"),
+                        no=Question(
+                            STAGE_2,
+                            threshold="(2 + 14/N) Ψ bytes + activations < room",
+                            yes=Advice("stage 2", "As few bytes as DDP, and less memory"),
+                            no=Advice("stage 3", "It waits for its network: use more tokens"),
+                        ),
+                    ),
+                ),
+            ),
+        ),
+    ),
+)
+"""The questions, in the order in which they are asked, each end the name of a way, or BEYOND.
+
+Ψ is the number of parameters, in 16 bits beside 32-bit masters, N the number of ranks. In a second a rank
+makes C operations, receives W bytes from the network, and reads or writes B bytes of its memory. `room_gb` is
+the room. A `Compared` knows whether a way surely fits, and takes that in place of the formulas.
+tests/test_which.py holds the tree against the simulator, and says where the two differ and by how much.
+"""
+
+
+def way_through(node: Node, found: Mapping[str, bool]) -> tuple[bool, ...]:
+    """The answers on the way from a node to an advice, given those to all questions by their text.
+
+    >>> way_through(TREE, {LEAST: True, SHORT: False, PASSES: True})
+    (True, False, True)
+    """
+    answers: list[bool] = []
+    while isinstance(node, Question):
+        answers.append(found[node.text])
+        node = node.yes if answers[-1] else node.no
+    return tuple(answers)
+
+
+# -------------------------------------------------------------------------------------------- the comparison
+
+
+def ways_of(scenario: Scenario) -> dict[str, SimulatedRun]:
+    """Simulate every way: those of `runs_by_stage`; with several passes to an update also under `no_sync`.
+
+    Under `no_sync` gradients are whole on every rank until the last backward, and are reduced once. For
+    stage 2 this is what the ZeRO paper calls stage 1.
+
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> from zero_ref.simulator.models import MODELS
+    >>> gpt2 = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8, accumulation=4)
+    >>> list(ways_of(gpt2))
+    ['DDP', 'stage 1', 'stage 2', 'stage 2, no_sync', 'stage 3', 'stage 3, no_sync']
+
+    Args:
+        scenario: its own `no_sync` and `shard_group` are not used.
+    Raises:
+        ValueError: as `Scenario.run`.
+    """
+    scenario = replace(scenario, no_sync=False, shard_group=None)
+    runs: dict[str, SimulatedRun] = {}
+    for name, run in runs_by_stage(scenario).items():
+        runs[name] = run
+        if scenario.accumulation > 1 and recipe(run.strategy).in_groups:
+            runs[f"{name}, no_sync"] = run.scenario.like(no_sync=True).run(run.strategy)
+    return runs
+
+
+def compared(scenario: Scenario) -> Compared:
+    """All ways of a scenario, and what the tree advises.
+
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> from zero_ref.simulator.models import MODELS
+    >>> found = compared(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 8, checkpointing="full"))
+    >>> found.fastest, found.advice.name, found.behind
+    ('stage 3', 'stage 3', 0.0)
+
+    Raises:
+        ValueError: as `ways_of`.
+    """
+    return Compared(scenario, ways_of(scenario))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Every way to train one model on some ranks.
+
+    Args:
+        runs: by the name of the way, as `ways_of` gives them.
+    """
+
+    scenario: Scenario
+    runs: Mapping[str, SimulatedRun] = field(repr=False)
+
+    @property
+    def fitting(self) -> list[str]:
+        """The ways that surely fit, the fastest first; all of them where the device's memory is not known."""
+        known = self.scenario.cluster.device.memory_gb is not None
+        names = [name for name, run in self.runs.items() if run.fits or not known]
+        return sorted(names, key=lambda name: self.runs[name].iteration_ms)
+
+    @property
+    def fastest(self) -> str | None:
+        """The fastest way that surely fits; None if no way does."""
+        return next(iter(self.fitting), None)
+
+    @cached_property
+    def found(self) -> dict[str, bool]:
+        """The answer to each question of TREE, by its text."""
+        tokens, fits = self.scenario.tokens_of_pass, set(self.fitting)
+        return {
+            LEAST: bool(fits),
+            SHORT: "DDP" in fits and self.saved_by_dividing <= ALIKE,
+            PASSES: "stage 2, no_sync" in fits,
+            HIDES: "stage 3" in fits and tokens >= self.tokens_needed,
+            IN_NODE: "hybrid" in fits and tokens >= self.tokens_needed_in_node,
+            WHOLE: "DDP" in fits,
+            STAGE_2: "stage 2" in fits,
+        }
+
+    @cached_property
+    def tree(self) -> Question:
+        """TREE with the numbers that decide."""
+        tree = self._answered(TREE)
+        assert isinstance(tree, Question)
+        return tree
+
+    def _answered(self, node: Node) -> Node:
+        if isinstance(node, Advice):
+            return node
+        yes, no = self._answered(node.yes), self._answered(node.no)
+        return node._replace(yes=yes, no=no, answered=self._numbers[node.text])
+
+    @cached_property
+    def _numbers(self) -> dict[str, str]:
+        """What decides each question, in words."""
+        passes, tokens = self.scenario.accumulation, f"{self.scenario.tokens_of_pass:,} tokens"
+        leanest = min(self.runs, key=lambda name: self.runs[name].peak_bytes)
+        several = f"{passes} passes; {self._memory('stage 2, no_sync')}" if passes > 1 else "one pass"
+        in_node = "the ranks do not fill several nodes"
+        if "hybrid" in self.runs:
+            in_node = f"{tokens}, {_needed(self.tokens_needed_in_node)}; {self._memory('hybrid')}"
+        return {
+            LEAST: f"{leanest}: {self._memory(leanest)}",
+            SHORT: f"{self._memory('DDP')}; dividing the update saves {self.saved_by_dividing:.0%}",
+            PASSES: several,
+            HIDES: f"{tokens}, {_needed(self.tokens_needed)}",
+            IN_NODE: in_node,
+            WHOLE: self._memory("DDP"),
+            STAGE_2: self._memory("stage 2"),
+        }
+
+    def _memory(self, name: str) -> str:
+        """What a way needs of what the device has."""
+        memory_gb = self.scenario.cluster.device.memory_gb
+        needed = f"{self.runs[name].peak_bytes / 1e9:,.1f}"
+        verdict = ", undecided" if memory_gb is not None and self.runs[name].fits is None else ""
+        return f"{needed} GB" if memory_gb is None else f"{needed} of {memory_gb:.1f} GB{verdict}"
+
+    @cached_property
+    def path(self) -> tuple[bool, ...]:
+        """The answers on the way through TREE, from the first question to an advice."""
+        return way_through(TREE, self.found)
+
+    @property
+    def advice(self) -> Advice:
+        """Where that way ends."""
+        advice = nodes_on(TREE, self.path)[-1]
+        assert isinstance(advice, Advice)
+        return advice
+
+    @property
+    def behind(self) -> float | None:
+        """How much longer than under the fastest way an iteration takes under the advised one, as a share.
+
+        None where nothing fits.
+        """
+        if self.fastest is None:
+            return None
+        advised, least = self.runs[self.advice.name], self.runs[self.fastest]
+        return advised.iteration_ms / least.iteration_ms - 1
+
+    # ------------------------------------------------------------------------------------ what decides
+
+    @property
+    def tflops_reached(self) -> float:
+        """C: 2 operations for each parameter and token, in 10^12 a second of a forward without a network."""
+        operations = 2 * self.scenario.numel * self.scenario.tokens_of_pass
+        return operations / (1e9 * self._computing_ms("forward"))
+
+    @property
+    def gb_per_s(self) -> float:
+        """W: what arrives at each rank, in 10^9 bytes a second, while all gather the largest block."""
+        return self._arriving(self.scenario.world_size)
+
+    @property
+    def tokens_needed(self) -> float:
+        """Of a pass, to hide what all ranks gather, latency included."""
+        return self._needed(self.scenario.world_size)
+
+    @property
+    def tokens_needed_in_node(self) -> float:
+        """Of a pass, to hide what the ranks of a node gather."""
+        return self._needed(min(self.scenario.world_size, self.scenario.cluster.ranks_per_node))
+
+    @property
+    def saved_by_dividing(self) -> float:
+        """What dividing the update among the ranks can save of an iteration's computing, as a share."""
+        update_ms = self._computing_ms("step")
+        passes_ms = self._computing_ms("forward") + self._computing_ms("backward")
+        share = update_ms / (update_ms + self.scenario.accumulation * passes_ms)
+        return share * (1 - 1 / self.scenario.world_size)
+
+    def _needed(self, ranks: int) -> float:
+        if ranks == 1:
+            return 0.0
+        if not self.scenario.cluster.overlaps:  # nothing hides
+            return math.inf
+        return tokens_to_hide(self.tflops_reached, self._arriving(ranks), ranks)
+
+    def _arriving(self, ranks: int) -> float:
+        itemsize = self.runs["DDP"].schedule.parameter_bytes[0] / self.scenario.numel
+        _, *units = blocks(self.scenario.params) or [[]]
+        numels = [sum(self.scenario.params[one].numel for one in unit) for unit in units]
+        nbytes = itemsize * max(numels, default=self.scenario.numel)
+        gather_ms = self.scenario.cluster.ms("all_gather", nbytes, ranks)
+        return nbytes * (ranks - 1) / ranks / (1e6 * gather_ms) if gather_ms else math.inf
+
+    def _computing_ms(self, label: str) -> float:
+        """Milliseconds of one pass's forward or backward, or of a whole update, on one rank alone."""
+        alone = self.scenario.workload
+        tensors = len(self.scenario.params)
+        one = Operation(label, COMPUTE, numel=self.scenario.numel, tensors=tensors)
+        return alone.compute_ms(one, self.scenario.numel, self.scenario.cluster.device)
+
+
+def _needed(tokens: float) -> str:
+    return "nothing hides here" if tokens == math.inf else f"{tokens:,.0f} needed"

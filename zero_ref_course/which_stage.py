@@ -1,0 +1,514 @@
+"""Chapter 9's graders: reductions as there is room, the tree by hand, a choice with its numbers.
+
+`Case`, `Choice` and `BRIEF` are for readers too: what a decision is made from, what a choice says, the run
+asked about.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives
+from zero_ref.lab.meter import recording
+from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.models import MODELS
+from zero_ref.simulator.scenario import Scenario
+from zero_ref.simulator.tree import Advice, Node, Question, nodes_on
+from zero_ref.simulator.which import (
+    ALIKE,
+    HIDES,
+    IN_NODE,
+    LEAST,
+    PASSES,
+    SHORT,
+    STAGE_2,
+    TREE,
+    WHOLE,
+    Compared,
+    compared,
+    tokens_for_short_update,
+    tokens_to_hide,
+    way_through,
+)
+from zero_ref_course import Answer, exercise, in_words, shown
+from zero_ref_course._cases import Form, is_number, named
+from zero_ref_course._company import on_ranks, on_virtual_ranks
+from zero_ref_course.predictions import prediction
+
+# -------------------------------------------------------------------- 9.1 reductions as there is room
+
+
+class _Given(NamedTuple):
+    """Passes of an update, elements of a share, and whether there is room for whole gradients."""
+
+    passes: int
+    share: int
+    is_room: bool
+
+    def room(self, size: int) -> int:
+        numel = self.share * size
+        return numel if self.is_room else numel - 1
+
+
+ROOMS = [_Given(5, 4, True), _Given(5, 4, False), _Given(1, 2, True), _Given(6, 3, True), _Given(2, 6, False)]
+SIZES = [3, 2, 4, 1]
+"""Ranks of each world. Three first: there a mean over ranks is none over passes."""
+
+
+class _Outcome(NamedTuple):
+    """What a rank returned, and the ops of the calls that it made."""
+
+    share: list[float] | None
+    ops: list[str]
+
+
+@exercise("which_stage.update_share", seconds=20.0, on_ranks=True)
+def update_share(answer: Answer) -> str:
+    """The mean of the passes' gradients, reduced once where there is room: on virtual and on real ranks."""
+    given = ROOMS + answer.drawn(_drawn_room, 3)
+    for size in SIZES:
+        for one in given:
+            outcomes = on_virtual_ranks(
+                _shared,
+                size,
+                answer,
+                one,
+                waiting=lambda said: f"ranks wait for each other: {said} All ranks make the same calls.",
+            )
+            _check_share(answer, one, outcomes)
+    for one in given[:2]:
+        _check_share(answer, one, on_ranks(_shared_here, 3, answer, one))
+    return f"{len(given)} updates on 1 to {max(SIZES)} ranks, and 2 of them on three real ones"
+
+
+def _drawn_room(rng: random.Random) -> _Given:
+    return _Given(rng.randint(1, 6), rng.randint(1, 9), rng.random() < 0.5)
+
+
+def _passes_of(rank: int, size: int, given: _Given, seed: int) -> list[torch.Tensor]:
+    """Each element says which share it is of, which pass and which rank; with a seed nobody can know it."""
+    secret = random.Random(f"{seed} {rank}").randrange(100) if seed else 0
+    return [
+        torch.arange(size).repeat_interleave(given.share) * 1000.0 + 60 * number + 8 * 2.0**rank + secret
+        for number in range(given.passes)
+    ]
+
+
+def _shared_here(answer: Answer, given: _Given) -> _Outcome:
+    return _shared(as_collectives(None), answer, given)
+
+
+def _shared(comm: Collectives, answer: Answer, given: _Given) -> _Outcome:
+    passes, room = _passes_of(comm.rank, comm.world_size, given, answer.seed), given.room(comm.world_size)
+    said = f"comm, {given.passes} passes of {passes[0].numel()} elements, room={room}"
+    with recording(comm, checks=True) as calls, in_words(said, answer, comm, passes, room):
+        share = answer(comm, passes, room)
+    is_share = isinstance(share, torch.Tensor) and share.numel() == given.share
+    return _Outcome(share.detach().flatten().tolist() if is_share else None, [call.op for call in calls])
+
+
+def _check_share(answer: Answer, given: _Given, outcomes: Sequence[_Outcome]) -> None:
+    size, count = len(outcomes), given.passes
+    of_ranks = [_passes_of(rank, size, given, answer.seed) for rank in range(size)]
+    sums = torch.stack([torch.stack(one).sum(0) for one in of_ranks]).sum(0).view(size, given.share)
+    room = f"room for {given.room(size)} elements, and a whole gradient has {given.share * size}"
+    for rank, outcome in enumerate(outcomes):
+        where = f"{answer.name} on rank {rank} of {size}, with {count} passes and {room},"
+        assert outcome.share is not None, (
+            f"{where} must return a tensor of {given.share} elements: this rank's share of the gradient."
+        )
+        value, right = outcome.share[0], float(sums[rank][0]) / (size * count)
+        assert all(math.isclose(one, right, rel_tol=1e-5) for one in outcome.share), (
+            f"{where} returned {value:g} and it should be {right:g}. "
+            + named(
+                {
+                    "That is the sum over ranks and passes. Divide by the number of both.": _is_near(
+                        value, right * size * count
+                    ),
+                    "That is the mean over passes, and the sum over ranks.": _is_near(value, right * size),
+                    "That is the mean over ranks, and the sum over passes.": _is_near(value, right * count),
+                    "That is the mean of one pass alone: the others belong to the update too.": any(
+                        _is_near(
+                            value, sum(float(one[number][rank * given.share]) for one in of_ranks) / size
+                        )
+                        for number in range(count)
+                    ),
+                    "That is the share of another rank.": any(
+                        _is_near(value, float(one[0]) / (size * count)) for one in sums
+                    ),
+                },
+                "Add what each reduction gives, then divide by the number of ranks and of passes.",
+            )
+        )
+        _check_calls(where, outcome.ops, given, size)
+
+
+def _is_near(value: float, other: float) -> bool:
+    return math.isclose(value, other, rel_tol=1e-5)
+
+
+def _check_calls(where: str, ops: Sequence[str], given: _Given, size: int) -> None:
+    if size == 1:
+        return
+    others = sorted(set(ops) - {"reduce_shares"})
+    assert not others, (
+        f"{where} called {', '.join(others)}. An all-reduce moves everything twice, and other calls leave "
+        "the adding to you: comm.reduce_shares gives this rank the sum of its share."
+    )
+    right = 1 if given.is_room else given.passes
+    if len(ops) == right:
+        return
+    if given.is_room:
+        raise AssertionError(
+            f"{where} made {len(ops)} reductions, and so sent {len(ops)} times as many bytes as needed. "
+            "Gradients of several passes fit: add them up first, and reduce once."
+        )
+    if len(ops) < given.passes:
+        raise AssertionError(
+            f"{where} made {len(ops)} reduction{'s' * (len(ops) != 1)} of {given.passes} passes: a whole "
+            "gradient was kept from one pass to the next, and there is no room for it."
+        )
+    raise AssertionError(
+        f"{where} made {len(ops)} reductions of {given.passes} passes. One a pass is enough."
+    )
+
+
+# --------------------------------------------------------------------------------- 9.2 the tree by hand
+
+WAYS = ("DDP", "stage 2, no_sync", "stage 3", "hybrid", "stage 2", "beyond ZeRO")
+
+
+class Case(NamedTuple):
+    """What the questions of the tree are asked about.
+
+    Args:
+        numel: parameters, in 16 bits beside 32-bit masters of AdamW.
+        ranks: of all nodes together.
+        ranks_of_node: of one node.
+        room_gb: 10^9 bytes that tensors may take of a device.
+        activations_gb: 10^9 bytes of all that no stage divides: activations, gathered blocks, libraries.
+        tokens: of one pass, on each rank.
+        passes: of an update.
+        tflops: C, 10^12 operations a second that a pass reaches.
+        gb_per_s: W, 10^9 bytes a second that arrive at each rank while all ranks gather.
+        gb_per_s_in_node: the same while the ranks of a node gather.
+        memory_gb_per_s: B, 10^9 bytes a second of a device's memory.
+    """
+
+    numel: float
+    ranks: int
+    ranks_of_node: int
+    room_gb: float
+    activations_gb: float
+    tokens: int
+    passes: int
+    tflops: float
+    gb_per_s: float
+    gb_per_s_in_node: float
+    memory_gb_per_s: float
+
+
+H100 = Case(8e9, 64, 8, 70, 12, 8192, 1, 380, 298, 358, 2850)
+A100 = Case(8e9, 64, 8, 70, 12, 2048, 1, 176, 38.5, 234, 1733)
+CASES = [
+    H100,
+    H100._replace(numel=1.5e9, tokens=16384),
+    H100._replace(numel=1.5e9, tokens=4096),
+    H100._replace(passes=8, tokens=4096),
+    H100._replace(numel=16e9, passes=8),
+    H100._replace(numel=70e9, ranks=8),
+    A100,
+    A100._replace(ranks=8, gb_per_s=234),
+    A100._replace(passes=8),
+    A100._replace(numel=1.5e9, tokens=512),
+    A100._replace(numel=1.5e9, ranks=60),
+    A100._replace(ranks=60),
+    A100._replace(ranks=60, numel=35e9),
+    # Between C/W and C/W (N-1)/N; between what all ranks need and what a node needs.
+    A100._replace(ranks=4, ranks_of_node=4, gb_per_s=38.5, tokens=3500),
+    A100._replace(tokens=600),
+    A100._replace(tokens=700),
+    A100._replace(numel=25e9),
+    A100._replace(numel=35e9),
+    # An update of several short passes is long enough.
+    H100._replace(numel=1.5e9, tokens=2048, passes=8),
+    # With 16 bytes a parameter it would fit, and DDP's buckets take 2 more.
+    H100._replace(numel=3.4e9, tokens=16384),
+    # The shares of the gradients are there beside the whole ones.
+    H100._replace(numel=5.4e9, ranks=2, ranks_of_node=2, passes=4),
+]
+
+
+@exercise("which_stage.advise", forbids=("zero_ref.simulator.which.compared",))
+def advise(answer: Answer) -> str:
+    """The advice of the tree, from eleven numbers."""
+    form = Form(lambda value: value in WAYS, f"It must return one of {', '.join(map(repr, WAYS))}.")
+    cases = CASES + answer.drawn(_drawn_case, 40)
+    for case in cases:
+        theirs = form.returned_by(answer, case)
+        path = way_through(TREE, answers_of(case))
+        right = nodes_on(TREE, path)[-1]
+        assert isinstance(right, Advice)
+        if theirs != right.name:
+            raise AssertionError(
+                f"{answer.name}({case}) returned {theirs!r}; the tree leads to {right.name!r}. "
+                f"{_where_they_part(theirs, case, path)}"
+            )
+    return f"{len(cases)} cases, as the tree has them"
+
+
+def _drawn_case(rng: random.Random) -> Case:
+    like = rng.choice((H100, A100))
+    return like._replace(
+        numel=rng.choice((0.4e9, 1.5e9, 3e9, 8e9, 13e9, 30e9, 70e9)) * rng.uniform(0.9, 1.1),
+        ranks=rng.choice((4, 8, 12, 16, 64, 256)),
+        activations_gb=round(rng.uniform(4, 30), 1),
+        tokens=rng.choice((256, 512, 1024, 2048, 4096, 16384)),
+        passes=rng.choice((1, 1, 2, 8)),
+        gb_per_s=round(rng.uniform(5, 300), 1),
+    )
+
+
+def bytes_of(case: Case) -> dict[str, float]:
+    """10^9 bytes that a rank needs for what each question of memory asks about."""
+    psi = case.numel / 1e9
+    each = {
+        LEAST: 16 / case.ranks,
+        WHOLE: 18.0,
+        PASSES: 4 + 14 / case.ranks,
+        IN_NODE: 16 / case.ranks_of_node,
+        STAGE_2: 2 + 14 / case.ranks,
+    }
+    return {question: psi * factor + case.activations_gb for question, factor in each.items()}
+
+
+def answers_of(case: Case) -> dict[str, bool]:
+    """The answers to the tree's questions by its thresholds.
+
+    >>> advice = nodes_on(TREE, way_through(TREE, answers_of(H100)))[-1]
+    >>> advice.name
+    'stage 3'
+    """
+    fits = {question: needed < case.room_gb for question, needed in bytes_of(case).items()}
+    several = case.ranks > case.ranks_of_node and case.ranks % case.ranks_of_node == 0
+    in_node = tokens_to_hide(case.tflops, case.gb_per_s_in_node, case.ranks_of_node)
+    of_update = tokens_for_short_update(case.tflops, case.memory_gb_per_s)
+    return {
+        LEAST: fits[LEAST],
+        SHORT: fits[WHOLE] and case.tokens * case.passes > of_update,
+        PASSES: case.passes > 1 and fits[PASSES],
+        HIDES: case.tokens > tokens_to_hide(case.tflops, case.gb_per_s, case.ranks),
+        IN_NODE: several and fits[IN_NODE] and case.tokens > in_node,
+        WHOLE: fits[WHOLE],
+        STAGE_2: fits[STAGE_2],
+    }
+
+
+def _where_they_part(theirs: str, case: Case, path: Sequence[bool]) -> str:
+    """The first question that leads the answer elsewhere, with its numbers."""
+    parted = [_shared_length(way, path) for way in _ways_to(theirs, TREE)]
+    node = nodes_on(TREE, path)[min(parted)]
+    assert isinstance(node, Question)
+    found = answers_of(case)[node.text]
+    return f"{node.text} {'Yes' if found else 'No'}: {_numbers_of(node.text, case)}."
+
+
+def _ways_to(name: str, node: Node) -> list[tuple[bool, ...]]:
+    if isinstance(node, Advice):
+        return [()] if node.name == name else []
+    return [
+        (said, *way) for said, below in ((True, node.yes), (False, node.no)) for way in _ways_to(name, below)
+    ]
+
+
+def _shared_length(way: Sequence[bool], path: Sequence[bool]) -> int:
+    return next((place for place, (a, b) in enumerate(zip(way, path)) if a != b), min(len(way), len(path)))
+
+
+def _numbers_of(question: str, case: Case) -> str:
+    needed = bytes_of(case)
+    gb = {one: f"{value:,.1f} GB of {case.room_gb:g}" for one, value in needed.items()}
+    if question == SHORT:
+        of_update = tokens_for_short_update(case.tflops, case.memory_gb_per_s)
+        return f"{gb[WHOLE]}; {case.tokens * case.passes:,} tokens of an update, and {of_update:,.0f} needed"
+    if question == PASSES:
+        return f"{case.passes} pass{'es' * (case.passes > 1)}; {gb[PASSES]}"
+    if question == HIDES:
+        return (
+            f"{case.tokens:,} tokens of a pass, and "
+            f"{tokens_to_hide(case.tflops, case.gb_per_s, case.ranks):,.0f} needed"
+        )
+    if question == IN_NODE:
+        if case.ranks <= case.ranks_of_node or case.ranks % case.ranks_of_node:
+            return f"{case.ranks} ranks do not fill several nodes of {case.ranks_of_node}"
+        in_node = tokens_to_hide(case.tflops, case.gb_per_s_in_node, case.ranks_of_node)
+        return f"{case.tokens:,} tokens of a pass, and {in_node:,.0f} needed; {gb[IN_NODE]}"
+    return gb[question]
+
+
+# ------------------------------------------------------------------------------------ 9.3 a choice in writing
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What you decide, and from which numbers.
+
+    Args:
+        way: of `ways_of(BRIEF)`: "DDP", "stage 1", "stage 2", "stage 2, no_sync" and so on.
+        memory_gb: 10^9 bytes that the fullest rank needs under it.
+        update_s: seconds that an update takes under it.
+        update_s_of_stage_3: and under what was proposed.
+        tokens_needed: of a pass, to hide what all ranks gather.
+        because: a sentence or two for whoever has to agree.
+    """
+
+    way: str
+    memory_gb: float
+    update_s: float
+    update_s_of_stage_3: float
+    tokens_needed: float
+    because: str
+
+
+BRIEF = Scenario(
+    MODELS["llama3-8b"],
+    cluster("a100-ethernet"),
+    64,
+    batch=1,
+    sequence=2048,
+    accumulation=8,
+    checkpointing="full",
+)
+"""Llama 3 8B on 8 nodes of 8 A100, joined by Ethernet: 8 passes an update, of 2,048 tokens on each rank."""
+
+CLOSE = 0.1
+FEWEST_WORDS = 12
+
+
+@cache
+def _brief() -> Compared:
+    return compared(BRIEF)
+
+
+@exercise("which_stage.choice", seconds=60)
+def choice(answer: Answer) -> str:
+    """A way for BRIEF, the numbers that decide, and a sentence that a person reads."""
+    chosen, found = answer(), _brief()
+    assert isinstance(chosen, Choice), f"{answer.name}() returned {shown(chosen)}. Return a Choice."
+    assert chosen.way in found.runs, (
+        f"{answer.name}() chooses {shown(chosen.way)}. Choose one of {', '.join(map(repr, found.runs))}."
+    )
+    _check_way(answer.name, chosen.way, found)
+    run = found.runs[chosen.way]
+    right = {
+        "memory_gb": run.peak_bytes / 1e9,
+        "update_s": run.iteration_ms / 1e3,
+        "update_s_of_stage_3": found.runs["stage 3"].iteration_ms / 1e3,
+        "tokens_needed": found.tokens_needed,
+    }
+    for name, value in right.items():
+        _check_number(f"{answer.name}(): {name}", getattr(chosen, name), value, found)
+    said = chosen.because if isinstance(chosen.because, str) else ""
+    assert len(said.split()) >= FEWEST_WORDS, (
+        f"{answer.name}(): because is {shown(chosen.because)}. Write a sentence of {FEWEST_WORDS} words or "
+        "more that would convince whoever proposed stage 3: an instructor reads it."
+    )
+    assert any(sign.isdigit() for sign in said), (
+        f"{answer.name}(): because has no number in it. Which one decides?"
+    )
+    return (
+        f"{chosen.way}, {right['memory_gb']:.1f} GB, {right['update_s']:.1f} s where stage 3 takes "
+        f"{right['update_s_of_stage_3']:.1f} s. For an instructor to read: {' '.join(said.split())}"
+    )
+
+
+def _check_way(name: str, way: str, found: Compared) -> None:
+    run, fastest = found.runs[way], found.runs[found.fastest or way]
+    device_gb = BRIEF.cluster.device.memory_gb or math.inf
+    assert run.fits, (
+        f"{name}() chooses {way}, which needs {run.peak_bytes / 1e9:.1f} GB on a rank, of {device_gb:.1f}. "
+        "It does not surely fit."
+    )
+    if run.iteration_ms <= (1 + ALIKE) * fastest.iteration_ms:
+        return
+    psi = 2 * BRIEF.numel * (1 - 1 / BRIEF.world_size)
+    why = "Count what is sent again in each of the 8 passes."
+    if run.exposed_ms < 2 * fastest.exposed_ms:
+        why = "What is exposed, and how often?"
+    raise AssertionError(
+        f"{name}() chooses {way}: an update takes {run.iteration_ms / 1e3:.1f} s, and there is a way that "
+        f"surely fits and takes {fastest.iteration_ms / 1e3:.1f} s. A rank sends {run.sent_bytes / psi:.1f} "
+        f"times what one movement of the model is, {run.exposed_ms / 1e3:.1f} s of it exposed. {why}"
+    )
+
+
+def _check_number(what: str, theirs: object, right: float, found: Compared) -> None:
+    assert is_number(theirs), f"{what} is {shown(theirs)}. Give a number."
+    value = float(theirs)  # type: ignore[arg-type]
+    if math.isclose(value, right, rel_tol=CLOSE):
+        return
+    hint = named(
+        {
+            "These are bytes, and it asks for 10^9 of them.": math.isclose(value, right * 1e9, rel_tol=CLOSE),
+            "These are milliseconds.": math.isclose(value, right * 1e3, rel_tol=CLOSE),
+            "That is what a node's ranks need. All ranks gather over the slower links.": math.isclose(
+                value, found.tokens_needed_in_node, rel_tol=CLOSE
+            ),
+            "That is of a pass. An update has 8.": math.isclose(8 * value, right, rel_tol=2 * CLOSE),
+        },
+        f"The simulator does not say so, and {CLOSE:.0%} off would do.",
+    )
+    raise AssertionError(f"{what} is {value:g}. {hint}")
+
+
+# -------------------------------------------------------------------------------------------- predictions
+
+
+@cache
+def _on_8() -> Mapping[str, float]:
+    found = compared(
+        Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 8, sequence=4096, checkpointing="full")
+    )
+    return {name: run.iteration_ms for name, run in found.runs.items()}
+
+
+@prediction(
+    "which_stage.apart",
+    "Llama 3 8B on 8 H100 of one node, 4,096 tokens on each: how many times as long as the fastest of DDP "
+    "and stages 1 to 3 does the slowest take?",
+    unit="times",
+)
+def apart() -> float:
+    """Little: in a node nearly all communication hides."""
+    return max(_on_8().values()) / min(_on_8().values())
+
+
+@prediction(
+    "which_stage.tokens",
+    "C is 400 TFLOP/s, W is 50 GB/s, and there are 64 ranks: from how many tokens of a pass on does stage 3 "
+    "hide what it gathers?",
+    unit="tokens",
+)
+def tokens() -> float:
+    """C/W (N-1)/N."""
+    return tokens_to_hide(400, 50, 64)
+
+
+@prediction(
+    "which_stage.passes",
+    "An update has 8 passes. How many times the model's parameters, times (N-1)/N, does a rank send under "
+    "stage 3?",
+    unit="times",
+)
+def passes() -> float:
+    """Three for each pass, less what of the root is not gathered twice."""
+    run = _brief().runs["stage 3"]
+    return run.sent_bytes / (2 * BRIEF.numel * (1 - 1 / BRIEF.world_size))
