@@ -112,7 +112,10 @@ def _mistake_in_volume(
     if stage == 3 and theirs > expected and _is_close(theirs, expected + once):
         return "Only Gloo makes an all-reduce of a reduce-scatter. This is NCCL."
     if stage == 1 and _is_close(theirs, expected - once):
-        return "At stage 1 every rank still gets all averaged gradients: an all-reduce moves them twice."
+        return (
+            "At this stage 1, on top of DDP, every rank still gets all averaged gradients: an all-reduce "
+            "moves them twice."
+        )
     if stage == 2 and _is_close(theirs, expected + once):
         return "At stage 2 gradients are reduced to shares, which is half of an all-reduce."
     times = theirs / once

@@ -21,7 +21,7 @@ CHANGED = {
         ("in_elements", {" * itemsize": ""}, r"These are elements. Each has 4 bytes"),
         ("of_all_ranks", {" / world_size": ""}, r"bytes of all ranks together"),
         ("owners_at_stage_1", {"1: 2 + 1": "1: 1 + 1"},
-         r"At stage 1 every rank still gets all averaged gradients"),
+         r"every rank still gets all averaged gradients"),
         ("all_reduced_at_stage_2", {"2: 1 + 1": "2: 2 + 1"}, r"At stage 2 gradients are reduced to shares"),
         ("less_each_stage", {"movements[stage]": "(4 - stage) / 2"}, r"Yours is 1\.5 times .* how often"),
         ("in_words", {"movements[stage] * once": '"2 psi"'}, r"must return a number of bytes"),

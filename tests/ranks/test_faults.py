@@ -14,8 +14,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
-from training import NEVER_S, Run, Tangle, Wider, assert_same, caught, in_a_hurry, ring_early, snapshot, train
+from torch.nn.parallel import DistributedDataParallel
+from training import (
+    NEVER_S,
+    Run,
+    Tangle,
+    Wider,
+    assert_same,
+    caught,
+    in_a_hurry,
+    loss_on_own_data,
+    ring_early,
+    snapshot,
+    train,
+)
 
+from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.pairwise import PairwiseCollectives
 from zero_ref.lab.ranks import RankError, run
@@ -398,6 +412,27 @@ def test_the_others_are_told_what_they_waited_for_when_a_rank_dies_in_a_step(as_
         run(outlive, 2, as_view, timeout=NEVER_S)
     told = f"{error.value}"
     assert re.search(r"rank 0 of 2: broadcast (from|to) rank \d did not complete", told)
+
+
+def outlive_in_backward(by: str) -> None:
+    """Rank 1 dies when it is about to reduce a bucket; what rank 0 finds, before the pool ends it."""
+    ddp = DistributedDataParallel(Tangle(), bucket_cap_mb=0.0003)
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW)
+    ddp.register_comm_hook(None, reduce_to_owners(optimizer, by=by))
+    if dist.get_rank() == 1:
+        optimizer.collectives.observers.append(lambda call: die(optimizer))
+    loss_on_own_data(ddp, dist.get_rank(), 0).backward()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")
+@pytest.mark.usefixtures("all_may_report")
+@pytest.mark.parametrize(
+    ("by", "words"), [("pairs", r"(send to|receive from) rank 1"), ("reduce", r"reduce to rank \d")]
+)
+def test_the_others_are_told_what_they_waited_for_when_a_rank_dies_in_backward(by: str, words: str) -> None:
+    with pytest.raises(RankError) as error:
+        run(outlive_in_backward, 2, by, timeout=NEVER_S)
+    assert re.search(rf"rank 0 of 2: {words} did not complete", f"{error.value}")
 
 
 def step_after_rank_1_left() -> str:

@@ -116,7 +116,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         UserWarning: a trial has shown that the state of a class can be neither saved nor moved.
 
     Collective: all ranks of the group construct it together.
-    Cost: one all-gather of 32 bytes. The values from which ranks start are compared in the first step.
+    Cost: one all-gather of 32 bytes. The values from which ranks start are compared in the first step. With
+        gradients that DDP all-reduces, an iteration of Ψ parameters moves 3Ψ elements, as with torch's class,
+        and 2Ψ by DDP alone. `reduce_to_owners` and `ShardedDataParallel` make it 2Ψ, as the paper counts
+        stage 1 and as Megatron-LM's distributed optimizer sends.
     Source: ZeRO stage 1, "P_os" (arXiv:1910.02054, section 5.1).
     """
 

@@ -88,8 +88,8 @@ class _Changes:
         self.rank, self.gradients_stay = rank, gradients_stay
         self.at_ms: dict[float, dict[str, int]] = {0.0: {}}
         self.gathered: dict[int | None, int] = {}  # by unit, bytes of whole parameters
-        # The parts of which an owner has its own gradients already, to which it adds.
-        self.exchanged: set[int | None] = set()
+        # (part, owner) of the calls by which an owner has its own gradients already, to which it adds.
+        self.received: set[tuple[int | None, int | None]] = set()
 
     def add(self, kind: str, nbytes: int, ms: float) -> None:
         at = self.at_ms.setdefault(ms, {})
@@ -123,11 +123,11 @@ class _Changes:
         if self.gradients_stay and one.label in ("reduce", "step"):
             return {}
         own = 0
-        if one.op == "exchange":
-            if one.part not in self.exchanged:
+        if one.op in ("exchange", "reduce"):  # by reduce, a bucket has a call for each of its owners
+            if (one.part, one.owner) not in self.received:
                 at = self.rank if one.ranks is None else self.rank % one.ranks
                 own = sum(nbytes for owner, nbytes in one.shares or () if owner == at)
-            self.exchanged.add(one.part)
+            self.received.add((one.part, one.owner))
         return {"gradients": one.gives - own}
 
     def summed(self, held: Mapping[str, int]) -> list[tuple[float, dict[str, int]]]:

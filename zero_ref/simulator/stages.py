@@ -13,8 +13,12 @@ STRATEGY_OF_STAGE = {
     "stage 3": "zero-3",
     "hybrid": "zero-3",
 }
-"""The strategy of `recipe.RECIPES` behind each name. The hybrid is stage 3 within each node; every node has a
-replica of the model."""
+"""The strategy of `recipe.RECIPES` behind each name.
+
+Stage 1 is on top of DDP, which all-reduces gradients. It sends half as much again as a stage 1 that reduces
+them to their owners, such as Megatron-LM's. The hybrid is stage 3 within each node; every node has a replica
+of the model.
+"""
 
 
 def has_hybrid(scenario: Scenario) -> bool:
