@@ -576,7 +576,7 @@ def test_memory_over_time_shows_how_much_the_device_has_where_that_is_too_little
 def test_a_tree_has_a_box_for_each_node_and_an_arrow_for_each_answer(width: float) -> None:
     drawing = plots.decision_tree(TREE)
     root = ElementTree.fromstring(drawing.svg(width))
-    assert len(root.findall(f"{SVG}rect")) == 1 + 4 + 5  # the ground, questions, advices
+    assert len(root.findall(f"{SVG}rect")) == 1 + 4 + 5  # the ground, questions, pieces of advice
     assert len(root.findall(f"{SVG}polygon")) == 2 * 4
     words = Counter("".join(one.itertext()) for one in root.iter(f"{SVG}text"))
     assert words["yes"] == words["no"] == 4

@@ -121,9 +121,9 @@ def nodes(node: Node) -> Iterator[Node]:
 
 def test_each_advice_is_a_way_that_there_is() -> None:
     several = Scenario(MODELS["gpt2"], cluster("h100-ib"), 16, accumulation=2)
-    advices = {node.name for node in nodes(TREE) if isinstance(node, Advice)}
-    assert advices == {"DDP", "stage 2", "stage 2, no_sync", "stage 3", "hybrid", BEYOND}
-    assert advices <= {*ways_of(several), BEYOND}
+    advised = {node.name for node in nodes(TREE) if isinstance(node, Advice)}
+    assert advised == {"DDP", "stage 2", "stage 2, no_sync", "stage 3", "hybrid", BEYOND}
+    assert advised <= {*ways_of(several), BEYOND}
 
 
 def test_each_question_has_an_answer_and_every_way_ends() -> None:
