@@ -20,8 +20,10 @@ from jupyter_cache import get_cache
 from jupyter_cache.base import CacheBundleIn
 from jupyter_cache.executors import load_executor
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+BOOK = Path(__file__).resolve().parent
+sys.path += [str(BOOK.parent / "tests"), str(BOOK / "_ext")]
 
+import streams  # book/_ext/streams.py
 from executed import kept  # tests/executed.py
 
 CACHE = "_build/.jupyter_cache"  # where jupyter-book looks
@@ -29,7 +31,7 @@ CACHE = "_build/.jupyter_cache"  # where jupyter-book looks
 
 def main() -> int:
     """Execute and cache; 1 if a notebook failed, with its traceback."""
-    root = Path(__file__).resolve().parent.parent
+    root = BOOK.parent
     toc = yaml.safe_load((root / "_toc.yml").read_text())
     timeout = yaml.safe_load((root / "_config.yml").read_text())["execute"]["timeout"]
     pages = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
@@ -45,6 +47,7 @@ def main() -> int:
             taken += 1
             cache.cache_notebook_bundle(CacheBundleIn(executed, str(notebook)), check_validity=False)
     print(f"{taken} notebooks taken as nbval has run them, the others run now", flush=True)
+    streams.join()
     os.environ["ZERO_REF_PAGE"] = "1"  # an explorer gives a piece of page, not widgets that need a kernel
     logger = logging.getLogger("execute")
     logger.setLevel(logging.ERROR)  # what fails is told below
