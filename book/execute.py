@@ -20,8 +20,8 @@ from jupyter_cache import get_cache
 from jupyter_cache.base import CacheBundleIn
 from jupyter_cache.executors import load_executor
 
-BOOK = Path(__file__).resolve().parent
-sys.path += [str(BOOK.parent / "tests"), str(BOOK / "_ext")]
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.append(str(Path(__file__).resolve().parent / "_ext"))
 
 import streams  # book/_ext/streams.py
 from executed import kept  # tests/executed.py
@@ -31,7 +31,7 @@ CACHE = "_build/.jupyter_cache"  # where jupyter-book looks
 
 def main() -> int:
     """Execute and cache; 1 if a notebook failed, with its traceback."""
-    root = BOOK.parent
+    root = Path(__file__).resolve().parent.parent
     toc = yaml.safe_load((root / "_toc.yml").read_text())
     timeout = yaml.safe_load((root / "_config.yml").read_text())["execute"]["timeout"]
     pages = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
