@@ -29,6 +29,7 @@ from zero_ref.simulator.models import (
     blocks,
     matrices_whole,
     specs,
+    trained,
 )
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.options import Option, check_options, explained, listed, used_values
@@ -221,7 +222,7 @@ class Scenario:
 
     @cached_property
     def shapes(self) -> tuple[ParamShape, ...]:
-        return self.architecture.shapes()
+        return trained(self.architecture)
 
     @cached_property
     def params(self) -> list[ParamSpec]:
@@ -231,6 +232,18 @@ class Scenario:
     @cached_property
     def numel(self) -> int:
         return sum(param.numel for param in self.params)
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token goes through: of experts those that it is sent to."""
+        model = self.transformer
+        return model.active if isinstance(model, Decoder) else self.numel
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What of the model is not counted in activations and time, for people."""
+        model = self.transformer
+        return model.missing if isinstance(model, Decoder) else ()
 
     @cached_property
     def activations(self) -> Activations:
@@ -263,13 +276,19 @@ class Scenario:
         >>> round(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 8).attention_share, 2)
         0.27
 
-        The whole of each sequence counts. Kernels that skip what a causal mask hides need half: `kernels`.
+        The whole of each sequence counts, or the whole window that a block sees. Kernels that skip what a
+        causal mask hides need half: `kernels`.
 
         Source: `calibrate.training_flops`.
         """
         if (model := self.transformer) is None:
             return 0.0
-        return 2 * model.depth * model.width * self.tokens_of_sequence / self.numel
+        seen = (
+            layer.number * layer.heads * (layer.head_width + layer.value_width)
+            * min(layer.window or self.tokens_of_sequence, self.tokens_of_sequence)
+            for layer in model.layers
+        )  # fmt: skip
+        return sum(seen) / self.active
 
     @cached_property
     def kernels(self) -> Kernels | None:
@@ -295,6 +314,7 @@ class Scenario:
             step_bytes=self._state_itemsize * (3 + 2 * state_rule(self.optimizer).tensors),
             attention_share=self.attention_share,
             kernels=self.kernels,
+            active_share=self.active / self.numel,
         )
 
     def workload_of(self, strategy: str) -> Workload:
@@ -628,7 +648,7 @@ class SimulatedRun:
 
         Source: PaLM (arXiv:2204.02311), appendix B.
         """
-        operations = 6 * self.scenario.numel * self.scenario.tokens * (1 + self.scenario.attention_share)
+        operations = 6 * self.scenario.active * self.scenario.tokens * (1 + self.scenario.attention_share)
         return operations / (self.iteration_ms * self.scenario.cluster.device.tflops * 1e9)
 
     def _an_iteration(self, amount: float) -> float:
