@@ -18,7 +18,7 @@ GATED_SOFTMAX = Mixer(
     ATTENTION.replace("q_proj(q,d)", "q_proj(2*q,d)") + NORMS_OF_HEADS,
     kept="query_and_gate(2*q):product key_before_its_norm(k):product norms(a+g):statistics4 "
     "query(q):product key(k):product value(k):product",
-    after="gate(q):pointwise gated(q):operand",
+    after="heads_together(q):pointwise gate(q):pointwise gated(q):operand",
 )
 """Attention whose results are multiplied by a gate, which is the other half of the query's product."""
 
@@ -37,6 +37,7 @@ LATENT = Mixer(
     + _LATENT_KEPT,
     scores=("a", "nope+rope", "value"),
     attended="a*value",
+    after="heads_together(a*value):operand",
     rotated="a*rope+rope",
 )
 """Multi-head latent attention (arXiv:2405.04434), its keys and values written out for training."""
