@@ -246,7 +246,7 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
         )
     if share := scenario.attention_share:
         yield f"attention adds {share:.0%} to what the parameters' products take"
-    cluster = scenario.cluster
+    cluster = scenario.machine
     if cluster.name in CLUSTERS:
         yield f"supposed: {_supposed(cluster)}"
     else:
