@@ -11,6 +11,7 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
+    AutoModel,
     AutoModelForCausalLM,
     GPT2Config,
 )
@@ -152,6 +153,16 @@ FURTHER: dict[str, dict[str, Any]] = {
         "conv_kernel": 3,
         "head_dim": 8,
     },
+    "afmoe": {**_EXPERTS, "num_experts": 4, "num_shared_experts": 1, "num_dense_layers": 1, "head_dim": 8},
+    "hy_v3": {
+        **_EXPERTS,
+        "num_experts": 4,
+        "num_shared_experts": 1,
+        "mlp_layer_types": ["dense", "sparse"],
+        "head_dim": 8,
+    },
+    "solar_open": {**_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "head_dim": 8},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
     "lfm2_moe": {
         **_EXPERTS,
@@ -179,7 +190,7 @@ OF_OTHERS: tuple[str, ...] = (
     "gemma4_text, per layer",
     "qwen3_vl_moe_text",
 )
-OF_OTHERS += ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
+OF_OTHERS += ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text", "glm4v_moe_text", "mistral4")
 """Families that transformers builds under another name, inside of another model, or not at all."""
 
 BUILT = [kind for kind in FAMILIES if kind not in OF_OTHERS]
@@ -455,3 +466,96 @@ def test_a_value_that_an_entry_cannot_have_is_refused(entry: dict[str, Any], mes
 def test_a_dropout_that_is_no_number_is_refused() -> None:
     with pytest.raises(ValueError, match=r"resid_pdrop is \[\], which is no number"):
         from_config({"model_type": "gpt2", **SMALL_GPT2, "resid_pdrop": []})
+
+
+# ------------------------------------------------------------------- families that are built another way
+
+
+@pytest.mark.parametrize(
+    ("kind", "further"),
+    [
+        ("mistral4", _DEEPSEEK),
+        ("glm4v_text", {}),
+        ("glm4v_moe_text", FURTHER["glm4_moe"]),
+        ("qwen2_vl_text", {}),
+        ("qwen2_5_vl_text", {}),
+        ("qwen3_vl_text", {"head_dim": 8}),
+        ("qwen3_vl_moe_text", {**_EXPERTS, "num_experts": 4}),
+    ],
+)
+def test_a_body_without_a_class_for_its_output_head_is_that_of_transformers(
+    kind: str, further: dict[str, Any]
+) -> None:
+    config = CONFIG_MAPPING[kind](**(SIZES | NO_TOKENS | further))
+    body = [(f"model.{name}", shape) for name, shape in of_transformers(config, AutoModel.from_config)]
+    model = from_config(further | config.to_dict() | {"tie_word_embeddings": True})
+    assert [tuple(param) for param in model.shapes()] == body
+
+
+GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 64},
+        {
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 64,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+        {
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ],
+)
+def test_gemma_4_has_embeddings_of_each_layer_keys_of_other_blocks_and_experts(
+    changes: dict[str, Any],
+) -> None:
+    said = SIZES | NO_TOKENS | GEMMA4 | changes
+    config = CONFIG_MAPPING["gemma4_text"](**said)
+    assert [tuple(param) for param in from_config({"model_type": "gemma4_text", **said}).shapes()] == (
+        of_transformers(config)
+    )
+
+
+def test_mimo_v2_has_heads_of_its_own_where_attention_sees_a_window() -> None:
+    said = SIZES | NO_TOKENS | _EXPERTS
+    said |= {
+        "n_routed_experts": 4,
+        "head_dim": 8,
+        "v_head_dim": 6,
+        "num_key_value_heads": 1,
+        "swa_num_key_value_heads": 2,
+        "hybrid_layer_pattern": [0, 1],
+        "moe_layer_freq": [0, 1],
+        "sliding_window": 4,
+    }
+    config = CONFIG_MAPPING["mimo_v2_flash"](**said, layer_types=["full_attention", "sliding_attention"])
+    model = from_config({"model_type": "mimo_v2_flash", **said})
+    assert [tuple(param) for param in model.shapes()] == of_transformers(config)
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name() -> None:
+    found = [
+        from_config({"model_type": kind, "architectures": ["DeepseekV3ForCausalLM"], **SIZES, **_DEEPSEEK})
+        for kind in ("kimi_k2", "deepseek_v3")
+    ]
+    assert found[0].shapes() == found[1].shapes()
+
+
+def test_a_size_that_is_listed_for_each_block_counts_where_all_are_alike() -> None:
+    sizes = {"model_type": "hunyuan_v1_moe", **SIZES, **FURTHER["hunyuan_v1_moe"]}
+    assert from_config({**sizes, "moe_topk": [2, 2]}) == from_config(sizes)
+    with pytest.raises(ValueError, match=r"moe_topk is \[2, 1\], and must be an integer"):
+        from_config({**sizes, "moe_topk": [2, 1]})

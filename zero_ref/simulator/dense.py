@@ -228,6 +228,7 @@ DENSE: dict[str, Family] = {
 }
 DENSE |= {
     "ministral": DENSE["mistral"]._replace(key_value_heads=8, windows="all"),
+    "glm4v_text": DENSE["glm4"]._replace(head_width=None),
     "qwen2_vl_text": DENSE["qwen2"],
     "qwen2_5_vl_text": DENSE["qwen2"],
     "qwen3_vl_text": DENSE["qwen3"]._replace(positions=128000),

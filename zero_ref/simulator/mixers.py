@@ -22,6 +22,14 @@ GATED_SOFTMAX = Mixer(
 )
 """Attention whose results are multiplied by a gate, which is the other half of the query's product."""
 
+GATED_BY_ITSELF = Mixer(
+    ATTENTION_PLAIN + NORMS_OF_HEADS + "self_attn.gate_proj(q,d) ",
+    kept="before_the_norms(q+k):product norms(a+g):statistics4 gate(q):product query(q):product "
+    "key(k):product value(k):product",
+    after="gate(q):pointwise gated(q):operand",
+)
+"""The same with a product of its own for the gate."""
+
 _LATENT_KEYS = (
     "self_attn.kv_a_proj_with_mqa(kv_rank+rope,d)+attention_bias self_attn.kv_a_layernorm(kv_rank) "
     "self_attn.kv_b_proj(a*nope+a*value,kv_rank) self_attn.o_proj(d,a*value)+attention_bias "

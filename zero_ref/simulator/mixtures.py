@@ -15,6 +15,7 @@ from zero_ref.simulator.dense import (
     NORMS_BIAS,
     NORMS_OF_ALL,
     NORMS_OF_HEADS,
+    POST_NORMS,
     SANDWICH,
 )
 from zero_ref.simulator.experts import (
@@ -35,6 +36,7 @@ from zero_ref.simulator.mixers import (
     CONVOLUTION,
     DELTA_RULE,
     DELTA_RULE_APART,
+    GATED_BY_ITSELF,
     GATED_SOFTMAX,
     KIMI_DELTA,
     LATENT,
@@ -451,7 +453,12 @@ MIXTURES: dict[str, Family] = {
         },
         rule="gemma4",
         windows="but every 6th",
-        sizes={"c": "top_k_experts", "p": "hidden_size_per_layer_input", "vp": "vocab_size_per_layer_input"},
+        sizes={
+            "c": "top_k_experts",
+            "m": "moe_intermediate_size|expert_intermediate_size",
+            "p": "hidden_size_per_layer_input",
+            "vp": "vocab_size_per_layer_input",
+        },
         kind=BlockKind(post_norms=2, qk_norms=True),
     ),
     "mimo_v2_flash": Family(
@@ -466,6 +473,64 @@ MIXTURES: dict[str, Family] = {
         positions=131072,
         named="mimov2flash",
     ),
+}
+MIXTURES |= {
+    "afmoe": Family(
+        "{mixer} input_layernorm(d) post_attention_layernorm(d) pre_mlp_layernorm(d) post_mlp_layernorm(d) "
+        "{mlp}",
+        mixers={"": GATED_BY_ITSELF},
+        mlps={
+            "dense": DENSE_MLP,
+            "sparse": experts(
+                "mlp.expert_bias[x] mlp.router.gate(x,d) "
+                + one_of("mlp.shared_experts")
+                + stacked("mlp.experts"),
+                shared=True,
+            ),
+        },
+        rule="afmoe",
+        windows="but every 4th",
+        kind=BlockKind(post_norms=2, qk_norms=True),
+        head_width=128,
+        positions=16384,
+    ),
+    "hy_v3": Family(
+        _BLOCK,
+        options=NO_ATTENTION_BIAS,
+        fixed={"mlp_bias": False},
+        mixers={"": SOFTMAX_NORMED},
+        mlps={
+            "dense": DENSE_MLP,
+            "sparse": experts(
+                "mlp.gate(x,d) " + stacked("mlp.experts") + one_of("mlp.shared_experts"), shared=True
+            ),
+        },
+        rule="first dense",
+        kind=_QK_NORMS,
+        head_width=128,
+        positions=131072,
+        named="hyv3",
+    ),
+    "solar_open": Family(
+        _BLOCK,
+        fixed={"first_k_dense_replace": 0, "attention_bias": False},
+        mixers={"": SOFTMAX_PLAIN},
+        mlps={"sparse": DEEPSEEK_SHARED},
+        rule="all sparse",
+        keys={"hidden": "moe_intermediate_size"},
+        head_width=128,
+        positions=131072,
+    ),
+    "flex_olmo": MIXTURES["olmoe"]._replace(
+        block="{mixer} {mlp} " + POST_NORMS, kind=BlockKind(pre_norms=0, post_norms=2, qk_norms=True)
+    ),
+    "glm4v_moe_text": MIXTURES["glm4_moe"]._replace(
+        options={"attention_bias": True},
+        mixers={"": Mixer(ATTENTION_QKV_BIAS)},
+        rule="first dense",
+        ahead=None,
+    ),
+    "mistral4": _DEEPSEEK._replace(ahead=None),
 }
 MIXTURES |= {
     "gemma4_text, per layer": MIXTURES["gemma4_text"]._replace(

@@ -42,6 +42,8 @@ class Config:
         product = 1
         for key in found:
             value = self.get(key)
+            if isinstance(value, list) and value and value.count(value[0]) == len(value):
+                value = value[0]  # one for each block, all alike
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
                 raise ValueError(
                     f"{key} is {value!r}, and must be an integer of at least {least} and below 2^31."
@@ -103,7 +105,7 @@ class Config:
 
     def modules_ahead(self) -> int:
         """Modules of multi-token prediction."""
-        keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+        keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
         return next((self.or_else(key, 0) for key in keys if self.get(key) is not None), 0)
 
 
@@ -136,7 +138,9 @@ def windows_of(config: Config, rule: str, depth: int) -> list[int]:
     if rule == "chunks":
         return [width * (number % 4 != 3) for number in range(1, depth + 1)]
     usual = int(rule.split()[-1][:-2])
-    every = config.or_else("sliding_window_pattern", usual) if usual > 2 else usual
+    keys = ("sliding_window_pattern", "global_attn_every_n_layers")
+    said = next((config.or_else(key, usual) for key in keys if config.get(key) is not None), usual)
+    every = said if usual > 2 else usual
     return [width * bool(every and number % every) for number in range(1, depth + 1)]
 
 
@@ -183,6 +187,11 @@ def _all_sparse(config: Config, sizes: Sizes) -> list[Block]:
 @_rule("first dense")
 def _first_blocks_dense(config: Config, sizes: Sizes) -> list[Block]:
     return [Block(mlp=mlp) for mlp in _first_dense(config, sizes["depth"])]
+
+
+@_rule("afmoe")
+def _afmoe(config: Config, sizes: Sizes) -> list[Block]:
+    return [Block(mlp=mlp) for mlp in _first_dense(config, sizes["depth"], "num_dense_layers")]
 
 
 @_rule("every so many")
