@@ -12,6 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks import counts
+from zero_ref.lab.simulated import as_json, print_runs
 from zero_ref.simulator.architectures import trained
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.configuration import described, from_config, quantized
@@ -123,6 +124,199 @@ def of_transformers(config: dict[str, Any]) -> list[Any]:
     with torch.device("meta"):
         built = AutoModelForImageTextToText if several else AutoModelForCausalLM
         return [(param.name, param.shape) for param in from_module(built.from_config(made))]
+
+
+_SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "image_size": 896,
+    "intermediate_size": 4304,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+
+
+def sizes(model_type: str, width: int, hidden: int, depth: int, heads: int, **others: Any) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_hidden_layers": depth,
+        "num_attention_heads": heads,
+        **others,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "numel"),
+    [
+        (
+            "google/gemma-3-4b-it, whose configuration leaves heads and vocabulary out",
+            {
+                "model_type": "gemma3",
+                "text_config": {
+                    "model_type": "gemma3_text",
+                    "hidden_size": 2560,
+                    "intermediate_size": 10240,
+                    "num_hidden_layers": 34,
+                },
+                "vision_config": _SIGLIP,
+            },
+            4_300_079_472,
+        ),
+        (
+            "google/gemma-3-27b-it",
+            {
+                "model_type": "gemma3",
+                "text_config": sizes(
+                    "gemma3_text", 5376, 21504, 62, 32, num_key_value_heads=16, head_dim=128
+                ),
+                "vision_config": _SIGLIP,
+            },
+            27_432_406_640,
+        ),
+        (
+            "meta-llama/Llama-4-Scout-17B-16E",
+            {
+                "model_type": "llama4",
+                "text_config": sizes(
+                    *("llama4_text", 5120, 8192, 48, 40),
+                    intermediate_size_mlp=16384,
+                    num_key_value_heads=8,
+                    head_dim=128,
+                    vocab_size=202048,
+                    num_local_experts=16,
+                    num_experts_per_tok=1,
+                    interleave_moe_layer_step=1,
+                ),
+                "vision_config": sizes(
+                    *("llama4_vision_model", 1408, 5632, 34, 16),
+                    image_size=336,
+                    patch_size=14,
+                    projector_input_dim=4096,
+                    projector_output_dim=4096,
+                    vision_output_dim=4096,
+                ),
+            },
+            108_641_793_536,
+        ),
+        (
+            "Qwen/Qwen2.5-VL-7B-Instruct, whose configuration is flat",
+            {
+                **sizes("qwen2_5_vl", 3584, 18944, 28, 28, num_key_value_heads=4, vocab_size=152064),
+                "vision_config": {
+                    "depth": 32,
+                    "hidden_size": 1280,
+                    "intermediate_size": 3420,
+                    "in_chans": 3,
+                    "out_hidden_size": 3584,
+                    "patch_size": 14,
+                    "spatial_merge_size": 2,
+                    "temporal_patch_size": 2,
+                },
+            },
+            8_292_166_656,
+        ),
+        (
+            "mistralai/Mistral-Small-3.1-24B",
+            {
+                "model_type": "mistral3",
+                "spatial_merge_size": 2,
+                "text_config": sizes(
+                    *("mistral", 5120, 32768, 40, 32),
+                    num_key_value_heads=8,
+                    head_dim=128,
+                    vocab_size=131072,
+                ),
+                "vision_config": sizes("pixtral", 1024, 4096, 24, 16, patch_size=14),
+            },
+            24_011_361_280,
+        ),
+        (
+            "openai/gpt-oss-120b, unpacked",
+            sizes(
+                *("gpt_oss", 2880, 2880, 36, 64),
+                num_key_value_heads=8,
+                head_dim=64,
+                vocab_size=201088,
+                num_local_experts=128,
+                num_experts_per_tok=4,
+            ),
+            116_829_156_672,
+        ),
+        (
+            "mistralai/Mixtral-8x22B",
+            sizes(
+                *("mixtral", 6144, 16384, 56, 48),
+                num_key_value_heads=8,
+                vocab_size=32768,
+                num_local_experts=8,
+                num_experts_per_tok=2,
+            ),
+            140_630_071_296,
+        ),
+        (
+            "Qwen/Qwen3-235B-A22B",
+            sizes(
+                *("qwen3_moe", 4096, 12288, 94, 64),
+                num_key_value_heads=4,
+                head_dim=128,
+                vocab_size=151936,
+                num_experts=128,
+                num_experts_per_tok=8,
+                moe_intermediate_size=1536,
+            ),
+            235_093_634_560,
+        ),
+        (
+            "deepseek-ai/DeepSeek-V2-Lite, whose queries are not compressed",
+            sizes(
+                *("deepseek_v2", 2048, 10944, 27, 16),
+                num_key_value_heads=16,
+                vocab_size=102400,
+                n_routed_experts=64,
+                n_shared_experts=2,
+                num_experts_per_tok=6,
+                moe_intermediate_size=1408,
+                first_k_dense_replace=1,
+                kv_lora_rank=512,
+                qk_nope_head_dim=128,
+                qk_rope_head_dim=64,
+                v_head_dim=128,
+            ),
+            15_706_484_224,
+        ),
+        (
+            "moonshotai/Kimi-Linear-48B-A3B, without the corrections of 26 x 256 experts' scores",
+            sizes(
+                *("kimi_linear", 2304, 9216, 27, 32),
+                num_key_value_heads=32,
+                vocab_size=163840,
+                num_experts=256,
+                num_shared_experts=1,
+                num_experts_per_token=8,
+                moe_intermediate_size=1024,
+                first_k_dense_replace=1,
+                kv_lora_rank=512,
+                qk_nope_head_dim=128,
+                qk_rope_head_dim=64,
+                v_head_dim=128,
+                linear_attn_config={
+                    "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+                    "head_dim": 128,
+                    "num_heads": 32,
+                    "short_conv_kernel_size": 4,
+                },
+            ),
+            49_122_681_728 - 26 * 256,
+        ),
+    ],
+    ids=lambda value: value.partition(",")[0] if isinstance(value, str) else "",
+)
+def test_further_models_have_their_published_numbers(name: str, config: dict[str, Any], numel: int) -> None:
+    assert sum(param.numel for param in from_config(config).shapes()) == numel, name
 
 
 TEXT = {
@@ -253,6 +447,39 @@ def test_what_is_missing_or_strange_inside_is_refused_by_name(changes: dict[str,
 def test_what_is_strange_around_the_language_model_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_config({**config_of("Qwen__Qwen3.5-27B.json"), **changes})
+
+
+def test_a_simulation_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = Scenario(
+        from_config(config_of("Qwen__Qwen3.5-27B.json")), cluster("h100-ib"), 64, sequence=2048
+    )
+    runs = [scenario.run("zero-3")]
+    printed = as_json("qwen", scenario, runs)
+    assert printed["elements"] == printed["active_elements"] == printed["parts"]["language model"]
+    assert printed["parts"]["vision tower"] == 460_730_096
+    assert printed["not_counted"] == [
+        "the time of the gated delta rule's recurrence, beside its matrix products"
+    ]
+    print_runs("qwen", scenario, runs, width=200)
+    said = capsys.readouterr().out
+    assert "not simulated: vision tower, 460,730,096 parameters" in said
+    assert "not simulated: multi-token prediction, 424,699,392 parameters" in said
+    assert "jobs' traffic; the time of the gated delta rule's recurrence" in said
+
+
+def test_a_simulation_of_experts_says_how_many_parameters_a_token_goes_through(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scenario = Scenario(
+        from_config(config_of("Qwen__Qwen3-30B-A3B.json")), cluster("h100-ib"), 64, sequence=2048
+    )
+    run = scenario.run("zero-3")
+    print_runs("qwen", scenario, [run], width=200)
+    said = capsys.readouterr().out
+    assert "30,532,122,624 bfloat16 parameters, 3,353,032,704 for a token" in said
+    assert "supposed: experts get as many tokens as others" in said
+    operations = 6 * 3_353_032_704 * 2048 * (1 + scenario.attention_share)
+    assert run.utilisation == pytest.approx(operations / run.iteration_ms / 989e9)
 
 
 def test_a_trillion_parameters_with_experts_on_1024_ranks_take_less_than_a_second() -> None:

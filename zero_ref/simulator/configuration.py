@@ -230,7 +230,7 @@ def _tower(config: Mapping[str, Any], text: Mapping[str, Any]) -> Tower | None:
     if name not in TOWERS:
         return Tower(str(name))
     kind = TOWERS[name]
-    places = {"": Config(inside), "text": Config(text), "model": Config(config)}
+    places = {"": Config({**kind.absent, **inside}), "text": Config(text), "model": Config(config)}
     places[""].refuse_other(kind.needs, needed=True)
     sizes = {}
     for symbol, keys in kind.sizes.items():

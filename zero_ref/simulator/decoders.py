@@ -355,6 +355,6 @@ class Decoder:
         return modules * sum(param.numel for param in own)
 
     def _block_ahead(self, mixer: str, mlp: str) -> Block:
-        """The last block that is made of these; its sizes may be others than the model's."""
-        alike = [block for block in self._blocks if block.mlp == mlp and block.mixer == mixer]
+        """The last block of the model that is made of these; its sizes may be others than the model's."""
+        alike = [block for block in self._blocks if block.mlp == mlp and mixer in ("", block.mixer)]
         return alike[-1] if alike else Block(mixer, mlp)

@@ -116,8 +116,8 @@ class Family(NamedTuple):
             `configuration.WINDOWS`.
         sizes: where a configuration has sizes, in place of SIZES.
         keys: where a configuration has the sizes that every family has, if that is another key.
-        ahead: the tensors of a module of multi-token prediction, but for its block, and the block's mixer and
-            MLP; None where none is known.
+        ahead: the tensors of a module of multi-token prediction, but for its block, and the mixer and the MLP
+            of that block, of which an empty mixer is that of the last block; None where none is known.
         named: what the names of its classes begin with, if that is not the model type.
     """
 

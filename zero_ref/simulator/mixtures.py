@@ -77,7 +77,7 @@ _DEEPSEEK = Family(
     mixers={"latent": LATENT, "latent, whole query": LATENT_WHOLE_QUERY},
     mlps={"dense": DENSE_MLP, "sparse": DEEPSEEK_SHARED},
     rule="latent",
-    ahead=(_DEEPSEEK_AHEAD, "latent", "sparse"),
+    ahead=(_DEEPSEEK_AHEAD, "", "sparse"),
 )
 _QWEN3_NEXT = Family(
     _BLOCK,
@@ -251,7 +251,7 @@ MIXTURES: dict[str, Family] = {
         mlps={"dense": DENSE_MLP, "sparse": DEEPSEEK_SHARED},
         rule="glm",
         positions=131072,
-        ahead=(_DEEPSEEK_AHEAD, "normed", "sparse"),
+        ahead=(_DEEPSEEK_AHEAD, "", "sparse"),
     ),
     "exaone_moe": Family(
         _BLOCK,
@@ -300,12 +300,12 @@ MIXTURES: dict[str, Family] = {
     "deepseek_v2": _DEEPSEEK._replace(ahead=None, positions=2048),
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK._replace(named="deepseekv3"),
-    "glm4_moe_lite": _DEEPSEEK._replace(positions=202752),
+    "glm4_moe_lite": _DEEPSEEK._replace(ahead=None, positions=202752),
     "deepseek_v32": _DEEPSEEK._replace(
-        mixers={"latent": LATENT_INDEXED}, ahead=(_DEEPSEEK_AHEAD, "latent", "sparse")
+        mixers={"latent": LATENT_INDEXED}, ahead=(_DEEPSEEK_AHEAD, "", "sparse")
     ),
     "glm_moe_dsa": _DEEPSEEK._replace(
-        mixers={"latent": LATENT_INDEXED}, rule="latent, every indexer", positions=202752
+        mixers={"latent": LATENT_INDEXED}, rule="latent, every indexer", ahead=None, positions=202752
     ),
     "deepseek_v4": Family(
         _BLOCK + "attn_hc.fn[2*streams+streams*streams,streams*d] attn_hc.base[2*streams+streams*streams] "

@@ -21,6 +21,7 @@ class TowerKind(NamedTuple):
             is the number of patches in an image.
         options: keys of options that add biases, and what they are where a configuration does not say.
         needs: options that change the parameters in another way, and the value that they must have.
+        absent: what transformers takes for sizes that published configurations leave out.
         text, head: what the names of the language model's body and of its output head begin with.
     """
 
@@ -29,6 +30,7 @@ class TowerKind(NamedTuple):
     behind: tuple[tuple[str, str, str], ...] = ()
     options: Mapping[str, bool] = {}
     needs: Mapping[str, object] = {}
+    absent: Mapping[str, int] = {"num_channels": 3, "in_channels": 3}
     text: str = "model.language_model"
     head: str = "lm_head"
 
