@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -493,3 +494,43 @@ def test_a_trillion_parameters_with_experts_on_1024_ranks_take_less_than_a_secon
     assert run.scenario.numel > 1e12
     assert run.iteration_ms > 0
     assert seconds < 1
+
+
+JUNK: list[Any] = [None, "x", "", -1, 0, 1, 2, 1.5, [], {}, True, False, 2**31, float("nan"), ["a"], {"a": 1}]
+JUNK += [[0] * 70, "M" * 70, ["full_attention"] * 70]
+
+
+def entries(config: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    inside = [pair for value in config.values() if isinstance(value, dict) for pair in entries(value)]
+    return [*((config, key) for key in config), *inside]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_configuration_with_junk_in_it_is_read_or_refused(seed: int) -> None:
+    drawn, read = random.Random(seed), 0
+    for _ in range(100):
+        config = config_of(drawn.choice(FILES))
+        for at, key in drawn.sample(entries(config), 2):
+            at[key] = drawn.choice(JUNK)
+        try:
+            model = described(config)
+        except ValueError:
+            continue
+        read += 1
+        assert model.shapes()
+        assert model.layers
+        assert not isinstance(model, Decoder) or model.parts()
+    assert read > 20
+
+
+def test_a_tower_of_more_blocks_than_can_be_listed_is_refused() -> None:
+    config = config_of("Qwen__Qwen3.5-27B.json")
+    config["vision_config"]["depth"] = 10**6
+    with pytest.raises(ValueError, match="a vision tower has at most 10,000 blocks, not 1,000,000"):
+        from_config(config)
+
+
+def test_a_block_that_a_family_has_no_table_for_is_refused() -> None:
+    config = config_of("deepseek-ai__DeepSeek-V3.2.json") | {"q_lora_rank": None}
+    with pytest.raises(ValueError, match="a block of latent, whole query and dense is not known of"):
+        described(config)

@@ -135,8 +135,8 @@ def _known(kind: Any, config: Mapping[str, Any], inside: str | None) -> str:
             f"model_type {kind!r}{where} is not known; known are 'gpt2', {', '.join(map(repr, FAMILIES))}. "
             "Of any other model, take the parameters from the module itself: from_module."
         )
-    if inside and config.get("model_type") in CHANGED:
-        outer = config["model_type"]
+    outer = config.get("model_type")
+    if inside and isinstance(outer, str) and outer in CHANGED:
         raise ValueError(
             f"model_type {outer!r} is not known: {CHANGED[outer]}. Take the parameters from the module "
             "itself: from_module."
@@ -227,7 +227,7 @@ def _tower(config: Mapping[str, Any], text: Mapping[str, Any]) -> Tower | None:
     if not isinstance(inside, Mapping):
         return None
     name = inside.get("model_type") or config.get("model_type")
-    if name not in TOWERS:
+    if not isinstance(name, str) or name not in TOWERS:
         return Tower(str(name))
     kind = TOWERS[name]
     places = {"": Config({**kind.absent, **inside}), "text": Config(text), "model": Config(config)}
@@ -236,6 +236,8 @@ def _tower(config: Mapping[str, Any], text: Mapping[str, Any]) -> Tower | None:
     for symbol, keys in kind.sizes.items():
         place, _, key = keys.rpartition(".")
         sizes[symbol] = places[place].count(key)
+    if sizes.get("depth", 1) > MOST_BLOCKS:
+        raise ValueError(f"a vision tower has at most {MOST_BLOCKS:,} blocks, not {sizes['depth']:,}.")
     if "image_size" in inside:
         sizes["patches"] = (places[""].size("image_size") // sizes["patch"]) ** 2
     options = []
@@ -283,6 +285,13 @@ def _decoder(
     if kind in ("llama", "mistral") and not options and tower is None and len(set(windows)) == 1:
         return Llama(**sizes, tied=tied, head=head, window=windows[0])
     blocks = RULES[family.rule](reader, sizes)
+    strange = [block for block in blocks if block.mixer not in family.mixers or block.mlp not in family.mlps]
+    if strange:
+        made_of = " and ".join(filter(None, strange[0][:2]))
+        raise ValueError(
+            f"a block of {made_of} is not known of model_type {kind!r}. Take the parameters from the module "
+            "itself: from_module."
+        )
     if any(windows):
         blocks = [
             block._replace(sizes=(*block.sizes, ("window", window)) if window else block.sizes)

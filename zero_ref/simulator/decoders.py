@@ -237,9 +237,8 @@ class Decoder:
 
     @property
     def _head_name(self) -> str:
-        return (
-            "lm_head" if self.tower is None or self.tower.kind not in TOWERS else TOWERS[self.tower.kind].head
-        )
+        known = self.tower is not None and self.tower.kind in TOWERS
+        return TOWERS[self.tower.kind].head if self.tower is not None and known else "lm_head"
 
     def symbols(self) -> set[str]:
         """The further sizes that the tables of this model name, and that no block has of its own."""
@@ -351,10 +350,9 @@ class Decoder:
         if self._family.ahead is None:
             return None
         beside, mixer, mlp = self._family.ahead
-        own = (*self._tensors(beside), *self.tensors_of_block(self._block_ahead(mixer, mlp)))
-        return modules * sum(param.numel for param in own)
-
-    def _block_ahead(self, mixer: str, mlp: str) -> Block:
-        """The last block of the model that is made of these; its sizes may be others than the model's."""
+        # Its block is as the last one of the model that is made of these.
         alike = [block for block in self._blocks if block.mlp == mlp and mixer in ("", block.mixer)]
-        return alike[-1] if alike else Block(mixer, mlp)
+        if not alike:
+            return None
+        own = (*self._tensors(beside), *self.tensors_of_block(alike[-1]))
+        return modules * sum(param.numel for param in own)

@@ -87,6 +87,22 @@ class Config:
             )
         return list(value[:depth])
 
+    def factor(self, key: str) -> float:
+        """A number above 0, and not so large that a size becomes absurd."""
+        value = self.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e6:
+            raise ValueError(f"{key} is {value!r}, and must be a number above 0.")
+        return value
+
+    def numbers(self, key: str) -> list[int] | None:
+        """A list of whole numbers; None where there is none."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(one, int) for one in value):
+            raise ValueError(f"{key} must be a list of whole numbers, got {value!r:.80}.")
+        return value
+
     def refuse_other(self, accepted: Mapping[str, Any], *, needed: bool = False) -> None:
         """Refuse what would change the parameters in a way that no table knows.
 
@@ -172,7 +188,7 @@ def _first_dense(config: Config, depth: int, key: str = "first_k_dense_replace")
 
 def _every_so_many(config: Config, depth: int) -> list[str]:
     """Experts in every `decoder_sparse_step`-th block, but for those in `mlp_only_layers`."""
-    every, dense = config.or_else("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    every, dense = config.or_else("decoder_sparse_step", 1), config.numbers("mlp_only_layers") or []
     return [
         "sparse" if number not in dense and every and (number + 1) % every == 0 else "dense"
         for number in range(depth)
@@ -223,7 +239,7 @@ def _delta_mixers(config: Config, depth: int) -> list[str]:
     """As `layer_types` says; else full attention in every fourth block, or `full_attention_interval`-th."""
     known = ("full_attention", "linear_attention")
     listed = config.per_block("layer_types", depth, known)
-    every = config.or_else("full_attention_interval", 4)
+    every = config.or_else("full_attention_interval", 4) or 1
     return listed or [known[bool((number + 1) % every)] for number in range(depth)]
 
 
@@ -250,8 +266,8 @@ def _kimi(config: Config, sizes: Sizes) -> list[Block]:
     names = {"full_attention": full, "linear_attention": "delta"}
     listed = config.per_block("layer_types", depth, tuple(names))
     if listed is None:  # counted from 1
-        inside = config.get("linear_attn_config.full_attn_layers")
-        if not isinstance(inside, list):
+        inside = config.numbers("linear_attn_config.full_attn_layers")
+        if inside is None:
             raise ValueError(
                 "a configuration of model_type 'kimi_linear' needs layer_types, or full_attn_layers in "
                 "linear_attn_config; missing."
@@ -265,8 +281,9 @@ def _kimi(config: Config, sizes: Sizes) -> list[Block]:
 @_rule("ernie")
 def _ernie(config: Config, sizes: Sizes) -> list[Block]:
     depth, every = sizes["depth"], config.or_else("moe_layer_interval", 1) or 1
-    first, last = config.or_else("moe_layer_start_index", 1), config.get("moe_layer_end_index")
-    last = depth - 1 if last in (None, -1) else last
+    first, last = config.or_else("moe_layer_start_index", 1), depth - 1
+    if config.get("moe_layer_end_index") != -1:
+        last = config.or_else("moe_layer_end_index", last)
     return [
         Block(mlp="sparse" if (number + 1) % every == 0 and first <= number <= last else "dense")
         for number in range(depth)
@@ -276,9 +293,9 @@ def _ernie(config: Config, sizes: Sizes) -> list[Block]:
 @_rule("llama4")
 def _llama4(config: Config, sizes: Sizes) -> list[Block]:
     depth, every = sizes["depth"], config.or_else("interleave_moe_layer_step", 1)
-    sparse = config.get("moe_layers")
+    sparse = config.numbers("moe_layers")
     if sparse is None:
-        sparse = range(every - 1, depth, every) if every else []
+        sparse = list(range(every - 1, depth, every)) if every else []
     # A shared expert is as wide as the others, and a dense MLP has a width of its own.
     wide, narrow = ("s", config.size("intermediate_size_mlp")), ("s", sizes["hidden"])
     return [
@@ -310,7 +327,7 @@ def _deepseek_v4(config: Config, sizes: Sizes) -> list[Block]:
                 "a configuration of model_type 'deepseek_v4' needs layer_types or compress_ratios; missing."
             )
         listed = [f"{of_ratio[ratio]}_attention" for ratio in ratios]
-    inputs = sizes["heads"] * sizes["head_dim"] // config.size("o_groups")
+    inputs = sizes["heads"] * config.size("head_dim") // config.size("o_groups")
     window = config.or_else("sliding_window", 0)
     own = (("o_inputs", inputs), ("rope", config.size("qk_rope_head_dim")))
     return [
@@ -357,10 +374,7 @@ def _searched(config: Config, sizes: Sizes) -> Block:
     if not mixer:
         own.append(("g", sizes["heads"] // config.size("attention.n_heads_in_group")))
     if not mlp:
-        times = config.get("ffn.ffn_mult")
-        if not isinstance(times, int | float) or isinstance(times, bool) or times <= 0:
-            raise ValueError(f"block_configs: ffn_mult is {times!r}, and must be a number above 0.")
-        width = int(2 * times * sizes["width"] / 3)
+        width = int(2 * config.factor("ffn.ffn_mult") * sizes["width"] / 3)
         own.append(("h", -(-width // 256) * 256))
     return Block(mixer, mlp, tuple(own))
 
@@ -370,16 +384,19 @@ def _lfm2(config: Config, sizes: Sizes) -> list[Block]:
     depth = sizes["depth"]
     listed = config.per_block("layer_types", depth, ("full_attention", "conv"))
     if listed is None:
-        full = config.get("full_attn_idxs")
-        full = range(depth) if full is None else full
-        listed = ["full_attention" if number in full else "conv" for number in range(depth)]
+        full = config.numbers("full_attn_idxs")
+        listed = ["full_attention" if full is None or number in full else "conv" for number in range(depth)]
     if config.get("num_experts") is not None:
         dense = config.size("num_dense_layers", least=0)
         return [Block(mixer, "dense" if number < dense else "sparse") for number, mixer in enumerate(listed)]
     width = config.or_else("block_ff_dim", sizes["hidden"])
     if config.flag("block_auto_adjust_ff_dim", usual=True):
-        times = config.get("block_ffn_dim_multiplier")
-        width = int((1.0 if times is None else times) * int(2 * width / 3))
+        times = (
+            1.0
+            if config.get("block_ffn_dim_multiplier") is None
+            else config.factor("block_ffn_dim_multiplier")
+        )
+        width = int(times * int(2 * width / 3))
         multiple = config.or_else("block_multiple_of", 256)
         width = -(-width // multiple) * multiple
     return [Block(mixer, "dense", (("h", width),)) for mixer in listed]
@@ -412,8 +429,8 @@ def _gemma4(config: Config, sizes: Sizes) -> list[Block]:
 def _mimo(config: Config, sizes: Sizes) -> list[Block]:
     depth, window = sizes["depth"], config.or_else("sliding_window", 0)
     pattern = config.per_block("hybrid_layer_pattern", depth, (0, 1))
-    experts = config.get("moe_layer_freq")
-    if pattern is None or not isinstance(experts, list) or len(experts) < depth:
+    experts = config.per_block("moe_layer_freq", depth, (0, 1))
+    if pattern is None or experts is None:
         raise ValueError(
             "a configuration of model_type 'mimo_v2_flash' needs hybrid_layer_pattern and moe_layer_freq, "
             "lists with an entry for each block; missing."
@@ -421,7 +438,7 @@ def _mimo(config: Config, sizes: Sizes) -> list[Block]:
     config.refuse_other(
         {
             "swa_num_attention_heads": sizes["heads"],
-            "swa_head_dim": sizes["head_dim"],
+            "swa_head_dim": config.get("head_dim"),
             "swa_v_head_dim": config.get("v_head_dim"),
             "n_shared_experts": 0,
             "add_full_attention_sink_bias": False,
