@@ -312,6 +312,14 @@ def test_each_token_is_multiplied_with_the_experts_that_it_is_sent_to_and_no_oth
     assert found.forward.attention_flops == 3 * 2 * 4 * 136 * (10 + 8) * 2
 
 
+def test_checkpointing_by_operation_computes_experts_again_and_half_of_the_other_products() -> None:
+    model = from_config(SPARSE)
+    none, found = (kernels(model, 2, 16, way) for way in ("selective", "by-operation"))
+    forward = sum(one.flops for one in none.forward.products) - 2 * 32 * 64 * 32  # without the head
+    experts = 2 * 32 * 2 * 2 * 3 * 32 * 24
+    assert found.backward.flops - none.backward.flops == (forward - experts) / 2 + experts
+
+
 def test_a_window_leaves_out_what_it_hides() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 4, "vocab_size": 64, "head_dim": 8}

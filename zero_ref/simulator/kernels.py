@@ -9,6 +9,7 @@ and the length of the sequences.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.architectures import Transformer, outputs_of, trained
 from zero_ref.simulator.cluster import Device
-from zero_ref.simulator.layers import Layer
+from zero_ref.simulator.layers import Layer, Matrix
 
 
 class Product(NamedTuple):
@@ -321,14 +322,20 @@ def kernels(
     of_block = touched_by_token(architecture, costs)
     scale = itemsize / 2
 
-    matrices = Pass(_products(architecture, tokens), 0.0, 0.0, itemsize)
+    def products(of: Callable[[Layer], Iterable[Matrix]]) -> Pass:
+        return Pass(_products(architecture, tokens, of), 0.0, 0.0, itemsize)
+
+    matrices = products(lambda layer: layer.products)
     attention, attention_back = _attention(architecture, batch, sequence, costs.scores, itemsize, flash)
     body = matrices.plus(attention).touching(scale * tokens * depth * of_block.forward)
-    last = Pass(_products(architecture, tokens, only_last=True), 0.0, 0.0, itemsize)
+    last = products(lambda layer: layer.last)
     # The mask of a dropout behind the last product has to be made again, and so has the product.
     of_last = 1.0 if again.last == 0 < again.products and architecture.kind.dropout else again.last
     computed_again = body.times(again.products, attention=again.attention, touched=again.touched)
     computed_again = computed_again.plus(last.times(of_last - again.products)).times(again.blocks)
+    if checkpointing == "by-operation":  # which keeps no results of experts
+        of_experts = products(lambda layer: (one for one in layer.products if one.copies > 1))
+        computed_again = computed_again.plus(of_experts.times(1 - again.products))
     back = matrices.times(2).plus(attention_back).touching(scale * tokens * depth * of_block.backward)
     back = back.plus(computed_again)
 
@@ -341,11 +348,13 @@ def kernels(
     return Kernels(body.plus(head), back, sum(param.numel for param in trained(architecture)))
 
 
-def _products(architecture: Transformer, tokens: int, *, only_last: bool = False) -> tuple[Product, ...]:
-    """The products of all blocks, a weight's shorter length first. An expert has a share of the tokens."""
+def _products(
+    architecture: Transformer, tokens: int, of: Callable[[Layer], Iterable[Matrix]]
+) -> tuple[Product, ...]:
+    """The products of some weights of all blocks. An expert has its share of the tokens."""
     times = Counter[tuple[int, int, int]]()
     for layer in architecture.layers:
-        for one in layer.last if only_last else layer.products:
+        for one in of(layer):
             short, long = sorted((one.inputs, one.outputs))
             times[max(1, round(one.share * tokens)), short, long] += one.copies * layer.number
     return tuple(Product(*lengths, count) for lengths, count in times.items())
