@@ -39,6 +39,8 @@ def matrices(layer: Transformer | Layer) -> list[Matrix]:
     Of blocks that have tables of their own (`mixtures`), the order is that of registration, and experts that
     not all tokens go to are left out.
     """
+    if not isinstance(layer, Layer) and len(layer.layers) == 1:
+        (layer,) = layer.layers
     if isinstance(layer, Layer) and not (layer.mixed is None and layer.mlp is None and layer.has_mlp):
         return [one for one in layer.products if one.copies == 1]
     width, hidden, kind = layer.width, layer.hidden, layer.kind

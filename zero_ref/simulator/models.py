@@ -35,6 +35,22 @@ TRANSFORMERS: dict[str, Transformer] = {
     "llama3-405b": Llama(
         width=16384, depth=126, hidden=53248, heads=128, key_value_heads=8, vocabulary=128256
     ),
+    "qwen3-30b-a3b": from_config(
+        {
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "max_position_embeddings": 40960,
+        }
+    ),
     "gpt3-175b": GPT2(width=12288, depth=96, heads=96, positions=2048),
     "zero-7.5b": GPT2(width=4096, depth=36, heads=32, vocabulary=51200, positions=2048),
     "zero-128b": GPT2(width=8192, depth=158, heads=64, vocabulary=51200, positions=2048),
@@ -42,10 +58,11 @@ TRANSFORMERS: dict[str, Transformer] = {
 }
 """The presets whose activations can be counted too.
 
-GPT-3's dimensions are those of Brown et al. (arXiv:2005.14165, table 2.1). `zero-*` are the three sizes of
-the ZeRO paper's Table 1 (arXiv:1910.02054), which gives numbers of parameters and no shapes. 7.5B and 1T have
-the shapes of Megatron-LM's models of these sizes (arXiv:2104.04473, table 1). No published model has 128B:
-ours is 8,192 wide, the width of the ZeRO paper's runs of 100B and more, and as deep as comes nearest to 128B.
+Qwen3's dimensions are those of its configuration, Qwen/Qwen3-30B-A3B, and GPT-3's those of Brown et al.
+(arXiv:2005.14165, table 2.1). `zero-*` are the three sizes of the ZeRO paper's Table 1 (arXiv:1910.02054),
+which gives numbers of parameters and no shapes. 7.5B and 1T have the shapes of Megatron-LM's models of these
+sizes (arXiv:2104.04473, table 1). No published model has 128B: ours is 8,192 wide, the width of the ZeRO
+paper's runs of 100B and more, and as deep as comes nearest to 128B.
 """
 
 MODELS: dict[str, Architecture] = {**TRANSFORMERS, "mlp-tiny": MLP((64, 256, 256, 10))}
