@@ -57,7 +57,7 @@ NOT_FOR_READERS = {
     },
     "zero_ref.simulator.decoders": {"tensors_of", "value_of"},
     "zero_ref.simulator.experts": {"experts", "one_of", "stacked"},
-    "zero_ref.simulator.layers": {"alike", "is_of_experts", "weights_of"},
+    "zero_ref.simulator.layers": {"Weights", "alike", "is_of_experts", "weights_of"},
     "zero_ref.simulator.rules": {"Config", "windows_of"},
     "zero_ref.simulator.timeline": {"covered_ms"},
     "zero_ref.lab.pieces": {

@@ -362,3 +362,30 @@ def test_every_way_of_checkpointing_computes_and_keeps_something_of_a_mixture(wa
     assert found.kernels is not None
     assert found.kernels.forward.flops > 0
     assert 0 < found.activations.blocks <= none.activations.blocks
+
+
+def test_norms_with_biases_are_layer_norms_and_others_rms_norms() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 4, "vocab_size": 64}
+    found = {
+        kind: [layer.layer_norms for layer in from_config({"model_type": kind, **sizes}).layers]
+        for kind in ("llama", "arcee", "nemotron", "stablelm", "starcoder2", "gpt_neox")
+    }
+    assert found == {
+        "llama": [False],
+        "arcee": [False],
+        "nemotron": [True],
+        "stablelm": [True],
+        "starcoder2": [True],
+        "gpt_neox": [True],
+    }
+    rms, layer_norm = (
+        touched_by_token(from_config({"model_type": kind, **sizes}), EAGER) for kind in ("arcee", "nemotron")
+    )
+    assert rms.forward - layer_norm.forward == 2 * 32 * (36 - 4)
+    assert (
+        from_config(SPARSE | {"model_type": "deepseek_v32", "index_n_heads": 2, "index_head_dim": 8})
+        .layers[0]
+        .layer_norms
+        is False
+    )

@@ -284,7 +284,7 @@ class Decoder:
         mixer, mlp = family.mixers[block.mixer], family.mlps[block.mlp]
         heads, head_width, value_width = (value_of(size, sizes) for size in mixer.scores or ("0",) * 3)
         share = sizes["c"] / sizes["x"] if "x" in sizes else 1.0
-        products, last, biased = weights_of(self.tensors_of_block(block), share)
+        products, last, biased, layer_norms = weights_of(self.tensors_of_block(block), share)
         return Layer(
             self.width,
             count,
@@ -304,6 +304,7 @@ class Decoder:
             products=products,
             last=last,
             biased=biased,
+            layer_norms=layer_norms,
             missing=tuple(words for words in (mixer.missing, mlp.missing) if words),
         )
 

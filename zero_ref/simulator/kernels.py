@@ -233,8 +233,7 @@ def touched_by_token(architecture: Transformer, costs: Costs) -> Touched:
 def _touched_in(layer: Layer, costs: Costs) -> Touched:
     """The same of one kind of block."""
     kind, width = layer.kind, layer.width
-    # The families with a gate have RMSNorms, the others LayerNorms.
-    norm = costs.rms_norm if kind.gated else costs.layer_norm
+    norm = costs.layer_norm if layer.layer_norms else costs.rms_norm
     function = costs.gate if kind.gated else costs.activation
     halves = (layer.attended > 0) + layer.has_mlp
     norms = min(kind.pre_norms, halves) + kind.post_norms if halves else 0

@@ -103,6 +103,7 @@ class Layer(NamedTuple):
         products: the weights of all matrix products, in the order of registration.
         last: those whose results nothing in backward reads.
         biased: elements of linear layers' results that have a bias.
+        layer_norms: the block's norms have biases, so they are LayerNorms and no RMSNorms.
         missing: what is not counted, for people.
     """
 
@@ -124,6 +125,7 @@ class Layer(NamedTuple):
     products: tuple[Matrix, ...] = ()
     last: tuple[Matrix, ...] = ()
     biased: int = 0
+    layer_norms: bool = False
     missing: tuple[str, ...] = ()
 
     @property
@@ -159,20 +161,28 @@ def alike(
         shapes: of a block's parameters.
     """
     query, key = heads * head_width, key_value_heads * head_width
-    products, last, biased = weights_of(shapes, share=1.0)
+    products, last, biased, layer_norms = weights_of(shapes, share=1.0)
     return Layer(
         width, number, kind, hidden, heads, key_value_heads, head_width, head_width, window,
         attended=query, rotated=query + key, products=products, last=last, biased=biased,
+        layer_norms=layer_norms,
     )  # fmt: skip
 
 
-def weights_of(
-    shapes: Sequence[ParamShape], share: float
-) -> tuple[tuple[Matrix, ...], tuple[Matrix, ...], int]:
-    """The weights of a block's matrix products, those of the last ones, and the elements of biased results.
+class Weights(NamedTuple):
+    """What kernels depend on of a block's parameters, as `Layer` has it."""
+
+    products: tuple[Matrix, ...]
+    last: tuple[Matrix, ...]
+    biased: int
+    layer_norms: bool
+
+
+def weights_of(shapes: Sequence[ParamShape], share: float) -> Weights:
+    """The weights of a block's matrix products, and its biases.
 
     >>> block = [ParamShape("mlp.gate.weight", (4, 8)), ParamShape("mlp.experts.down_proj", (4, 8, 6))]
-    >>> for one in weights_of(block, share=0.5)[0]:
+    >>> for one in weights_of(block, share=0.5).products:
     ...     print(one)
     Matrix(name='mlp.gate', inputs=8, outputs=4, copies=1, share=1.0)
     Matrix(name='mlp.experts.down_proj', inputs=6, outputs=8, copies=4, share=0.5)
@@ -180,7 +190,7 @@ def weights_of(
     Args:
         share: of the tokens, that an expert is given.
     """
-    products, biased = [], 0
+    products, biased, layer_norms = [], 0, False
     for name, shape in shapes:
         stem, _, last = name.rpartition(".")
         if is_of_experts(name):
@@ -192,9 +202,11 @@ def weights_of(
             products.append(Matrix(stem, shape[1], shape[0]))
         elif last == "bias" and not _is_norm(stem.rpartition(".")[2]):
             biased += shape[0]
+        elif last == "bias":
+            layer_norms = layer_norms or "." not in stem  # of the block, and not of what is inside
     names = [(one, one.name.split(".")) for one in products]
     ends = [one for one, name in names if name[-1] in LAST and "attn" not in name[0]]
-    return tuple(products), tuple(ends), biased
+    return Weights(tuple(products), tuple(ends), biased, layer_norms)
 
 
 LAST = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "w2", "output_linear")
