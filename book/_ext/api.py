@@ -179,6 +179,7 @@ CHAPTER_OF = {
     "zero_ref.lab.step_times": 16,
     "zero_ref.lab.plots": None,
     "zero_ref.lab.own": None,
+    "zero_ref.lab.stairs": None,
     "zero_ref_course": None,
     "zero_ref_course.rungs": None,
     "zero_ref_course.sharded_class": None,
