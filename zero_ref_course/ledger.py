@@ -392,8 +392,8 @@ def _plain_on_64() -> float:
 
 @prediction(
     "ledger.two_ranks",
-    "How much of the memory does stage 1 leave on two ranks, in 32 bits?",
+    "Stage 1 on two ranks, in 32 bits: how much of its memory without ZeRO does a rank hold?",
     unit="percent",
 )
-def _left_on_two() -> float:
+def _held_on_two() -> float:
     return 100 * ledger(1, 2, 1, FP32_16).total_bytes / ledger(1, 2, 0, FP32_16).total_bytes

@@ -16,7 +16,6 @@ from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
-from zero_ref.shard.checks import is_elementwise
 from zero_ref.simulator.traffic import traffic
 from zero_ref_course import Answer, ExerciseFailed, exercise, in_words, shown
 from zero_ref_course._company import Company, call_by_name, on_ranks
@@ -445,20 +444,19 @@ def _check_differing(name: str, world_size: int, case: Differences, said: list[t
 
 
 @prediction(
-    "step.wire", "How many times as many bytes as DDP does this step put on the wire?", unit="times as many"
+    "step.wire",
+    "How many bytes do all three ranks together send in an iteration of this model?",
+    unit="bytes",
 )
 def _on_the_wire() -> float:
-    reduced, sent = (traffic(op, 1, 3).total_bytes for op in ("all_reduce", "broadcast"))
-    return (reduced + sent) / reduced
+    return sum(traffic(op, 4 * 23, 3).total_bytes for op in ("all_reduce", "broadcast"))
 
 
 @prediction(
-    "step.equal",
-    "Which runs are equal to plain Adam's, bit for bit?",
-    choices=("all six", "the three with whole tensors", "only the two on one rank"),
+    "step.naive", "And how many with the naive step: all three ranks, in one iteration?", unit="bytes"
 )
-def _equal_runs() -> str:
-    return "all six" if is_elementwise(torch.optim.Adam) else "the three with whole tensors"
+def _by_the_naive_step() -> float:
+    return 2 * traffic("all_reduce", 4 * 23, 3).total_bytes
 
 
 @prediction(
