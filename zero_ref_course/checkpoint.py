@@ -472,11 +472,11 @@ def _mistake_in_newest(found: list[Any], intact: list[list[int]], common: set[in
 
 @prediction(
     "checkpoint.moving",
-    "From 4 ranks to 3: how many of the 608 elements change their owner?",
+    "From 4 ranks to 2: how many of the 608 elements change their owner?",
     unit="elements",
 )
 def _moving() -> float:
-    return sum(move.piece.numel for move in moves(even(NUMELS, 4), even(NUMELS, 3)))
+    return sum(move.piece.numel for move in moves(even(NUMELS, 4), even(NUMELS, 2)))
 
 
 @prediction(

@@ -261,7 +261,7 @@ def _lent_in_5() -> float:
 
 @prediction(
     "join.without",
-    "What comes of the second batch of rank 1?",
+    "What happens with the second batch of rank 1?",
     choices=("a step by itself", "an error after a time-out", "a wait without end"),
 )
 def _without_join() -> str:
