@@ -680,7 +680,7 @@ def test_loads_beside_each_other_are_on_one_scale_with_their_means() -> None:
     drawing = plots.loads_compared({"yours": [6, 10], "right": [8, 8], "three ranks": [0, 5, 10]})
     highs = [number(one, "height") for one in found(drawing, "rect") if hint(one)]
     assert highs == pytest.approx([76 * load / 10 for load in (6, 10, 8, 8, 0, 5, 10)], abs=0.01)
-    means = [number(one, "y1") for one in found(drawing, "line", stroke_dasharray=MEAN)]
+    means = [number(one, "y1") for one in found(drawing, "line", **{"stroke-dasharray": MEAN})]
     bases = [number(one, "y1") for one in found(drawing, "line", stroke=MUTED)]
     levels = [base - mean for base, mean in zip(bases, means, strict=True)]
     assert levels == pytest.approx([76 * 0.8, 76 * 0.8, 76 * 0.5], abs=0.01)

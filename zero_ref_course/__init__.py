@@ -149,7 +149,7 @@ def forbidden_in(name: str) -> tuple[str, ...]:
     """The functions that an answer to an exercise may not call.
 
     >>> forbidden_in("stages.break_even")
-    ('zero_ref.simulator.play.play',)
+    ('zero_ref.simulator.play.play', 'zero_ref.simulator.which.tokens_to_hide')
 
     Raises:
         ValueError: there is no such exercise.
