@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -67,7 +68,11 @@ def link(name: str, site: Path) -> None:
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the programs of an environment with the wheel."""
     wheels, environment = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("fresh")
-    build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, ROOT]
+    source = tmp_path_factory.mktemp("source")  # a build writes beside its sources
+    shutil.copytree(ROOT / "zero_ref", source / "zero_ref", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "LICENSE-docs"):
+        shutil.copy(ROOT / name, source)
+    build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source]
     subprocess.run([sys.executable, "-m", *build], check=True, timeout=600)
     (wheel,) = wheels.glob("zero_ref-*.whl")
     venv.create(environment, with_pip=True)
