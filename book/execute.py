@@ -21,7 +21,9 @@ from jupyter_cache.base import CacheBundleIn
 from jupyter_cache.executors import load_executor
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.append(str(Path(__file__).resolve().parent / "_ext"))
 
+import streams  # book/_ext/streams.py
 from executed import kept  # tests/executed.py
 
 CACHE = "_build/.jupyter_cache"  # where jupyter-book looks
@@ -45,6 +47,7 @@ def main() -> int:
             taken += 1
             cache.cache_notebook_bundle(CacheBundleIn(executed, str(notebook)), check_validity=False)
     print(f"{taken} notebooks taken as nbval has run them, the others run now", flush=True)
+    streams.join()
     os.environ["ZERO_REF_PAGE"] = "1"  # an explorer gives a piece of page, not widgets that need a kernel
     logger = logging.getLogger("execute")
     logger.setLevel(logging.ERROR)  # what fails is told below

@@ -118,7 +118,7 @@ def on_virtual_ranks(size: int, replicas: int, *args: Any) -> Passed:
         alone = lambda comm: on_rank(comm, None, comm.rank, *args)  # noqa: E731
         return virtual.run(alone, size, timeout=TIMEOUT)[0]
     worlds = [
-        [virtual._World(one, TIMEOUT) for _ in range(many)]
+        [virtual.World(one, TIMEOUT) for _ in range(many)]
         for one, many in ((size, replicas), (replicas, size))
     ]
     return virtual.run(on_virtual_rank, size * replicas, worlds, [], *args, timeout=TIMEOUT)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from zero_ref.simulator.activations import (
     CHECKPOINTING,
@@ -21,9 +23,11 @@ from zero_ref.simulator.activations import (
     activation_bytes,
     activations,
     head_bytes,
+    kept_of_block,
     matrices,
 )
-from zero_ref.simulator.decoders import FAMILIES, Decoder
+from zero_ref.simulator.decoders import Decoder
+from zero_ref.simulator.dense import DENSE
 from zero_ref.simulator.models import GPT2, TRANSFORMERS, Llama, blocks, from_config
 
 # ----------------------------------------------------------------------------------------------- example
@@ -240,6 +244,82 @@ def test_a_llamas_block_keeps_what_autograd_saves(flash: bool, dtype: torch.dtyp
     assert sum(kept) == found.blocks
 
 
+ROUTING = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+OF_DEEPSEEK = {
+    **ROUTING,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": 4,
+}
+OF_QWEN = {**ROUTING, "head_dim": 8, "num_experts": 4, "decoder_sparse_step": 2, "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "sizes"),
+    [
+        ("qwen3_moe", 0, OF_QWEN),  # dense
+        ("qwen3_moe", 1, OF_QWEN),
+        ("deepseek_v3", 0, OF_DEEPSEEK),  # dense
+        ("deepseek_v3", 1, OF_DEEPSEEK),
+        (
+            "qwen3_next",
+            1,
+            {
+                **OF_QWEN,
+                "shared_expert_intermediate_size": 20,
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+        ),
+    ],
+)
+def test_a_block_of_a_mixture_keeps_what_autograd_saves(
+    kind: str, number: int, sizes: dict[str, Any]
+) -> None:
+    """Blocks of transformers with fused norms, flash attention, and experts as one product of groups."""
+    config = CONFIG_MAPPING[kind](**OF_A_MIXTURE, **{"num_key_value_heads": 2} | sizes)
+    config._experts_implementation = "grouped_mm"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(lambda norm, x: FusedNorm.apply(x, norm.weight), module)
+    x = torch.randn(B, 2 * S, 32, dtype=torch.bfloat16, requires_grad=True)
+    positions = torch.arange(2 * S).expand(B, -1)
+    rotation = model.model.rotary_emb(x, positions)
+    block = partial(
+        model.model.layers[number],
+        position_embeddings=rotation,
+        position_ids=positions,
+        attention_mask=None,
+    )
+    others = [*model.parameters(), *model.buffers(), *rotation]
+    _, kept = kept_by_autograd(block, x, others)
+    read = from_config(config.to_dict() | sizes)
+    counted = kept_of_block(read.layers[number], 2 * S, flash_attention=True)
+    ends_of_groups = 4 * 4 * number  # an integer of 32 bits for each of four experts
+    assert sum(kept) == B * 2 * S * sum(one.numel * (one.nbytes or 2) for one in counted) + ends_of_groups
+
+
+OF_A_MIXTURE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
 @pytest.mark.parametrize(
     ("dtype", "itemsize", "loss_dtype", "loss_itemsize"),
     [
@@ -421,7 +501,7 @@ def check_matrices(model: Any) -> None:
     assert sorted(one.inputs * one.outputs for one in matrices(model)) == of_block
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_every_familys_products_are_its_matrices_and_checkpointing_keeps_less(family: str) -> None:
     model = Decoder(family, width=64, depth=4, hidden=160, heads=4, key_value_heads=2, vocabulary=10)
     if family == "gpt_neox":

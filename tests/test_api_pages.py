@@ -56,6 +56,10 @@ NOT_FOR_READERS = {
         *("Option", "OptionField", "check_options", "explained", "from_options", "listed", "options_of"),
         *("used_values", "values_of", "words_of"),
     },
+    "zero_ref.simulator.decoders": {"tensors_of", "value_of"},
+    "zero_ref.simulator.experts": {"experts", "one_of", "stacked"},
+    "zero_ref.simulator.layers": {"Weights", "alike", "is_of_experts", "weights_of"},
+    "zero_ref.simulator.rules": {"Config", "windows_of"},
     "zero_ref.simulator.timeline": {"covered_ms"},
     "zero_ref.lab.pieces": {
         *("flops_of", "load_average", "now", "passages", "send_nothing", "together_ms", "workload_of"),
@@ -66,7 +70,9 @@ NOT_FOR_READERS = {
     "zero_ref.lab.dry_run": {"TrainScenario", "print_prediction"},
     "zero_ref.lab.logs": {"JsonLines", "Log", "Plain", "RunLog", "TensorBoard"},
     "zero_ref.lab.settings": {"as_toml", "read_settings", "settings_of"},
-    "zero_ref.lab.simulated": {"Row", "as_json", "cluster_named", "in_words", "print_heading", "print_runs"},
+    "zero_ref.lab.simulated": {
+        *("Row", "as_json", "cluster_named", "in_words", "parts_of", "print_heading", "print_runs"),
+    },
     "zero_ref.lab.searched": {"as_json", "print_found"},
     "zero_ref.lab.config": {
         *("add_run_arguments", "add_demo_arguments", "check_memory", "config_for", "config_from"),

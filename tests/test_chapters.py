@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from zero_ref_course.editions import chapters_in
 from zero_ref_course.plain import numbers_in
@@ -275,6 +276,31 @@ def test_chapters_are_numbered_in_the_order_in_which_they_are_read() -> None:
     pages = re.findall(r"- file: notebooks/((?!00_)\w+)", (ROOT / "_toc.yml").read_text(encoding="utf-8"))
     assert pages == sorted(pages) == [path.stem for path in CHAPTERS]
     assert [int(page[:2]) for page in pages] == list(range(1, len(pages) + 1))
+
+
+OLD_NAMES = [
+    "06_groups",
+    "07_overlap",
+    "08_checkpoint",
+    "09_clipping",
+    "10_join",
+    "11_local_sgd",
+    "12_rpc",
+    "13_stages",
+    "14_scale",
+    "15_precision",
+    "16_matrices",
+    "17_sharded",
+]
+"""Chapters' names before they were numbered in the order of reading: others have linked them."""
+
+
+def test_an_old_address_of_a_chapter_leads_to_its_new_one() -> None:
+    config = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
+    forwarded = config["sphinx"]["config"]["redirects"]
+    names = {path.stem.partition("_")[2]: path.stem for path in CHAPTERS}
+    assert forwarded == {f"notebooks/{old}": f"{names[old.partition('_')[2]]}.html" for old in OLD_NAMES}
+    assert not {path.stem for path in CHAPTERS} & set(OLD_NAMES)
 
 
 @each_chapter

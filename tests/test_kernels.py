@@ -271,3 +271,121 @@ def test_a_model_that_is_no_transformer_is_priced_by_its_parameters() -> None:
     assert run.computing_ms == {}
     forward = run.played.end_ms[0] - run.played.begin_ms[0]
     assert forward == pytest.approx(scenario.cluster.device.compute_ms(2 * scenario.numel * scenario.tokens))
+
+
+# ------------------------------------------------------------------------------- blocks that are not alike
+
+SPARSE = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+
+
+def test_each_token_is_multiplied_with_the_experts_that_it_is_sent_to_and_no_others() -> None:
+    model = from_config(SPARSE)
+    found = kernels(model, batch=2, sequence=16)
+    # Of 32 tokens each goes to 2 of 8 experts, so an expert gets 8.
+    latent = 32 * 12 + 12 * 40 + 32 * 24 + 20 * 56 + 32 * 32
+    of_token = 3 * latent + 3 * 32 * 48 + 2 * (2 + 1) * 3 * 32 * 24 + 2 * 8 * 32
+    head = 64 * 32
+    assert sum(one.flops for one in found.forward.products) == 2 * 32 * (of_token + head)
+    assert Product(8, 24, 32, 2 * 8) in found.forward.products, "down, of 8 experts in 2 blocks"
+    assert Product(8, 32, 48, 2 * 8) in found.forward.products, "gate and up"
+    norms = sum(param.numel for param in model.shapes() if "norm" in param.name)
+    assert model.active == of_token + head + 64 * 32 + norms
+    # Heads of 10 for scores, of 8 for values; 136 pairs of a query and a key in a sequence of 16.
+    assert found.forward.attention_flops == 3 * 2 * 4 * 136 * (10 + 8) * 2
+
+
+def test_checkpointing_by_operation_computes_experts_again_and_half_of_the_other_products() -> None:
+    model = from_config(SPARSE)
+    none, found = (kernels(model, 2, 16, way) for way in ("selective", "by-operation"))
+    forward = sum(one.flops for one in none.forward.products) - 2 * 32 * 64 * 32  # without the head
+    experts = 2 * 32 * 2 * 2 * 3 * 32 * 24
+    assert found.backward.flops - none.backward.flops == (forward - experts) / 2 + experts
+
+
+def test_a_window_leaves_out_what_it_hides() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 4, "vocab_size": 64, "head_dim": 8}
+    whole, windowed = (
+        from_config({"model_type": "gemma3_text", **sizes, "sliding_window": window, "layer_types": types})
+        for window, types in (
+            (4, ["full_attention"] * 4),
+            (4, ["sliding_attention"] * 3 + ["full_attention"]),
+        )
+    )
+    flops = [kernels(model, 1, 16).forward.attention_flops for model in (whole, windowed)]
+    # Queries see 1, 2, 3 and then 4 keys: 58 pairs; without a window 136.
+    assert flops[1] / flops[0] == (3 * 58 + 136) / (4 * 136)
+    share = [
+        Scenario(model, cluster("h100-ib"), 1, sequence=16).attention_share for model in (whole, windowed)
+    ]
+    assert share[1] / share[0] == (3 * 4 + 16) / (4 * 16)
+
+
+def test_without_kernels_a_device_computes_with_the_active_parameters() -> None:
+    model = from_config(SPARSE)
+    scenario = Scenario(model, cluster("loopback"), 1, sequence=16)
+    share = model.active / scenario.numel
+    assert 0 < share < 1
+    forward = Operation("forward", COMPUTE, numel=scenario.numel)
+    flops = 2 * model.active * 16 * (1 + scenario.attention_share)
+    ms = scenario.workload.compute_ms(forward, scenario.numel, PLAIN_CPU)
+    assert ms == pytest.approx(flops / 1e9)
+
+
+PLAIN_CPU = Device("plain", 1, 1.0, None, 2)
+
+
+@pytest.mark.parametrize("way", CHECKPOINTING)
+def test_every_way_of_checkpointing_computes_and_keeps_something_of_a_mixture(way: str) -> None:
+    model = from_config(SPARSE)
+    none, found = (
+        Scenario(model, cluster("h100-ib"), 8, sequence=16, checkpointing=one) for one in ("none", way)
+    )
+    assert found.kernels is not None
+    assert found.kernels.forward.flops > 0
+    assert 0 < found.activations.blocks <= none.activations.blocks
+
+
+def test_norms_with_biases_are_layer_norms_and_others_rms_norms() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 4, "vocab_size": 64}
+    found = {
+        kind: [layer.layer_norms for layer in from_config({"model_type": kind, **sizes}).layers]
+        for kind in ("llama", "arcee", "nemotron", "stablelm", "starcoder2", "gpt_neox")
+    }
+    assert found == {
+        "llama": [False],
+        "arcee": [False],
+        "nemotron": [True],
+        "stablelm": [True],
+        "starcoder2": [True],
+        "gpt_neox": [True],
+    }
+    rms, layer_norm = (
+        touched_by_token(from_config({"model_type": kind, **sizes}), EAGER) for kind in ("arcee", "nemotron")
+    )
+    assert rms.forward - layer_norm.forward == 2 * 32 * (36 - 4)
+    assert (
+        from_config(SPARSE | {"model_type": "deepseek_v32", "index_n_heads": 2, "index_head_dim": 8})
+        .layers[0]
+        .layer_norms
+        is False
+    )

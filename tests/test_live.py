@@ -168,6 +168,10 @@ def test_which_stage_marks_its_advice_and_says_what_a_faster_way_would_save() ->
     too_large = EXPLORERS["which"].answer(model="llama3-405b")
     assert too_large.words.endswith("which is too much. Advice: beyond ZeRO.")
     assert not any(words.startswith("▸") for words in written(too_large))
+    perhaps = EXPLORERS["which"].answer(
+        model="llama3-70b", ranks=64, sequence=2048, checkpointing="selective"
+    )
+    assert "undecided. Advice: try it" in perhaps.words
     alike = EXPLORERS["which"].answer(model="gpt2", sequence=1024, batch=16, checkpointing="selective")
     assert "choose DDP. " in alike.words
     assert alike.words.endswith("which is about the same.")

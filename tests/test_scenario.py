@@ -447,3 +447,39 @@ def test_the_work_of_a_run_hardly_grows_with_its_ranks(
         assert counted["lay_out"] <= 1
         totals.append(counted.total())
     assert totals[1] < 4 * totals[0], "128 times as many ranks"
+
+
+# ------------------------------------------------------------------------------------- peaks by dtype
+
+
+@pytest.mark.parametrize("name", ["h100-ib", "h100-96-ib", "a100-ib", "rtx4090-10gbe", "v100-ib"])
+def test_float32_is_priced_at_its_own_peak_and_not_at_that_of_16_bits(name: str) -> None:
+    machine, model = cluster(name), TRANSFORMERS["gpt2-xl"]
+    peaks = machine.device.peaks
+    assert peaks["float32"] < peaks["float16"] == machine.device.tflops
+    long, short = (
+        Scenario(model, machine, 2, batch=8, sequence=128, dtype=one) for one in ("float32", "float16")
+    )
+    assert (long.machine.device.tflops, short.machine) == (peaks["float32"], machine)
+    products = [one.run("ddp").computing_ms["matrix products"] for one in (long, short)]
+    assert products[0] > products[1]
+    # So much of the peak as is used is that of float32's.
+    run = long.run("ddp")
+    operations = 6 * long.numel * long.tokens * (1 + long.attention_share)
+    assert run.utilisation == pytest.approx(operations / run.iteration_ms / peaks["float32"] / 1e9)
+
+
+def test_tf32_is_asked_for_and_lies_between() -> None:
+    options = {"batch": 8, "sequence": 128, "dtype": "float32"}
+    h100, model = cluster("h100-ib"), TRANSFORMERS["gpt2-xl"]
+    plain, tensor_cores = (Scenario(model, h100, 2, **options, tf32=one) for one in (False, True))
+    assert tensor_cores.run("ddp").iteration_ms < plain.run("ddp").iteration_ms
+    with pytest.raises(ValueError, match="tf32 is how products of float32 are made; the dtype is bfloat16"):
+        Scenario(model, h100, 2, tf32=True)
+    with pytest.raises(ValueError, match="V100 32 GB: no peak in TF32 is known"):
+        Scenario(model, cluster("v100-ib"), 2, dtype="float32", tf32=True)
+
+
+def test_a_device_whose_peaks_are_not_known_keeps_its_own() -> None:
+    one = Scenario(TRANSFORMERS["gpt2"], cluster("loopback"), 2, dtype="float32")
+    assert one.machine is one.cluster

@@ -19,7 +19,7 @@ from zero_ref.live import cell as of_reader
 from zero_ref.live.cell import run
 
 ROOT = Path(__file__).parents[1]
-SIMULATED = ("ledger", "partition", "buckets", "stages")
+SIMULATED = ("ledger", "partition", "buckets", "stages", "which_stage")
 """The chapters whose cells of the simulator can be tried."""
 
 sys.path.insert(0, str(ROOT / "book" / "_ext"))

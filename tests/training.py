@@ -318,8 +318,8 @@ def owned_gradients(zero: ZeroRedundancyOptimizer) -> dict[Slice, torch.Tensor]:
 
 def in_groups(function: Callable[..., Any], world_size: int, replicas: int) -> list[Any]:
     """Call `function(its group, the same ranks of other groups, number)` on each virtual rank."""
-    groups = [virtual._World(world_size, 60.0) for _ in range(replicas)]
-    across = [virtual._World(replicas, 60.0) for _ in range(world_size)]
+    groups = [virtual.World(world_size, 60.0) for _ in range(replicas)]
+    across = [virtual.World(replicas, 60.0) for _ in range(world_size)]
 
     def on_rank(all_ranks: Collectives) -> Any:
         group, rank = divmod(all_ranks.rank, world_size)

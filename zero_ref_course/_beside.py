@@ -57,9 +57,13 @@ class OwnHere:
         self.given_again, _, _ = self._driver.make(params, optimizer_class, options)
         return self._driver.mine
 
-    def backward(self, coefficients: Sequence[torch.Tensor], without: Sequence[int]) -> None:
-        """A backward in which the parameters have these gradients."""
-        self._driver.backward(list(coefficients), list(without), self.after_hook, self._params)
+    def backward(
+        self, coefficients: Sequence[torch.Tensor], without: Sequence[int], measures: bool
+    ) -> list[int]:
+        """A backward in which the parameters have these gradients; `Driver.backward` says what it gives."""
+        return self._driver.backward(
+            list(coefficients), list(without), self.after_hook, measures, self._params
+        )
 
 
 def _laid_out_by_columns(value: torch.Tensor) -> torch.Tensor:
@@ -151,15 +155,23 @@ class Beside:
 
     def step_package(self, step: int, without: Sequence[int] = ()) -> None:
         """The package's step on the averaged gradients."""
-        for number, (twin, gradient) in enumerate(zip(self.twins, self.gradients(step))):
+        self.update_package(self.gradients(step), without)
+
+    def update_package(self, gradients: Sequence[torch.Tensor], without: Sequence[int] = ()) -> None:
+        """The package's step on these gradients."""
+        for number, (twin, gradient) in enumerate(zip(self.twins, gradients)):
             twin.grad = None if number in without else gradient
         self.package.step()
         for twin, values in zip(self.twins, self.values_of_twins):
             values.insert(0, twin.detach().clone())
 
-    def backward(self, step: int, without: Sequence[int] = ()) -> None:
-        """On this rank's own gradients: the reader's hooks average them."""
-        self.own.backward(self.gradients(step, self.rank), without)
+    def backward(self, step: int, without: Sequence[int] = (), measures: bool = False) -> list[int]:
+        """On this rank's own gradients: the reader's hooks average them.
+
+        Returns:
+            If it measures: what `Driver.backward` says.
+        """
+        return self.own.backward(self.gradients(step, self.rank), without, measures)
 
     def forget(self) -> None:
         """As before each backward: no gradients."""
@@ -227,11 +239,39 @@ class Beside:
         """What the local optimizer steps on this rank."""
         return [piece for group in self.local.param_groups for piece in group["params"]]
 
+    def check_owned(self) -> None:
+        """The ranks step what they own: whole parameters by `assign_owners`, or equal shares.
+
+        Collective: all ranks.
+        """
+        if self.cuts():
+            self.check_equal_shares()
+            return
+        numels = gathered(sorted(piece.numel() for piece in self.pieces()))
+        with alike():
+            for rank, found in enumerate(numels):
+                owned = [number for number, owner in enumerate(self.owners) if owner == rank]
+                assert found == sorted(self.start[number].numel() for number in owned), (
+                    f"rank {rank} owns the parameters {owned} by assign_owners, and its local optimizer "
+                    "steps others."
+                )
+
+    def cuts(self) -> bool:
+        """Whether what the ranks step is not all parameters, each of them whole. Collective: all ranks."""
+        found = gathered([piece.numel() for piece in self.pieces()])
+        whole = [value.numel() for value in self.start]
+        return sorted(numel for of_rank in found for numel in of_rank) != sorted(whole)
+
+    @property
+    def share(self) -> int:
+        """The elements of an equal share; the last rank may own less."""
+        return -(-sum(value.numel() for value in self.start) // self.world_size)
+
     def check_equal_shares(self) -> None:
         """Where parameters are cut: the ranks step each element once, and none of them more than 1/N."""
         numels = gathered(sum(piece.numel() for piece in self.pieces()))
         total = sum(value.numel() for value in self.start)
-        share = -(-total // self.world_size)
+        share = self.share
         with alike():
             for rank, numel in enumerate(numels):
                 assert numel <= share, (
@@ -239,9 +279,10 @@ class Beside:
                     f"{total} is {share}: give it what this rank owns and nothing else, and cut the "
                     "parameters, end to end, into equal parts."
                 )
-            assert sum(numels) == total, (
+            assert sum(numels) >= total, (
                 f"the local optimizers of all ranks step {sum(numels)} elements, and the parameters have "
-                f"{total}: each element has one owner."
+                f"{total}: each element has one owner. Where the ranks do not divide the elements, round the "
+                "share up, or pad the flat tensor; rounded down, it leaves the last elements to nobody."
             )
 
     def state(self) -> dict[int, dict[str, Any]]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import linecache
 import os
 import textwrap
@@ -40,6 +41,9 @@ T = TypeVar("T")
 
 SECONDS = 40.0
 """For each call on ranks, times `patience()`."""
+
+MOST_CALLS = 2_000
+"""Of an answer on one virtual rank; none of the tasks needs a tenth of them."""
 
 POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 """They pair two ranks, so ranks need not make them alike."""
@@ -93,8 +97,13 @@ def on_virtual_ranks(
     Raises:
         ExerciseFailed, StillTheStub: the answer raised it on a rank, or ranks wait for each other.
     """
+
+    def bounded(comm: Collectives, *args: Any) -> T:
+        with _not_for_ever(comm):
+            return function(comm, *args)
+
     try:
-        return virtual.run(function, world_size, *args, timeout=3.0)
+        return virtual.run(bounded, world_size, *args, timeout=3.0)
     except RuntimeError as error:
         cause = error.__cause__
         if cause is None or isinstance(cause, StillTheStub):
@@ -103,6 +112,25 @@ def on_virtual_ranks(
         if "did not complete" in str(cause) or "but the ranks call" in str(cause):
             raise ExerciseFailed(waiting(str(cause))) from None
         raise cause from None
+
+
+@contextlib.contextmanager
+def _not_for_ever(comm: Collectives) -> Iterator[None]:
+    """End a loop of calls that never ends: a virtual rank is a thread, which no alarm reaches."""
+    count = itertools.count(1)
+
+    def observer(_: Call) -> None:
+        if next(count) > MOST_CALLS:
+            raise ExerciseFailed(
+                f"rank {comm.rank} of {comm.world_size} makes more than {MOST_CALLS:,} calls. Is there a "
+                "loop that never ends?"
+            )
+
+    comm.observers.append(observer)
+    try:
+        yield
+    finally:
+        comm.observers.remove(observer)
 
 
 class Outcome(NamedTuple):

@@ -113,10 +113,12 @@ class ApartZero:
         """Set an option of a group there."""
         self._ask(f"{CLASS}.param_groups", "set_option", number, key, value, *self._shared)
 
-    def backward(self, coefficients: Sequence[torch.Tensor], without: Sequence[int]) -> None:
+    def backward(
+        self, coefficients: Sequence[torch.Tensor], without: Sequence[int], measures: bool
+    ) -> list[int]:
         """A backward there, where the reader's hooks are."""
-        given = [list(coefficients), list(without), self.after_hook]
-        self._ask("a backward", "backward", *given, *self._shared)
+        given = [list(coefficients), list(without), self.after_hook, measures]
+        return [int(nbytes) for nbytes in self._ask("a backward", "backward", *given, *self._shared)]
 
     def _ask(self, said: str, *args: Any) -> Any:
         self._drive.said = said

@@ -1,6 +1,8 @@
-"""On each rank: the rungs to_owners and in_backward of the reader's own file, as hooks of autograd."""
+"""On each rank: the rungs of the reader's own file that are hooks of autograd."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -9,9 +11,24 @@ from zero_ref.shard.buckets import flat_like
 from zero_ref_course._beside import BACKWARD_AND_STEP, STEPS, Beside, Own, Shapes
 from zero_ref_course._company import NotYet, alike, gathered
 
+NO_HOOK = (
+    f"Let {CLASS}.__init__ register self.reduce as a hook of each parameter: "
+    "param.register_post_accumulate_grad_hook(self.reduce)."
+)
+
+
+BACKWARDS = 3
+"""Before each step of the rung shards."""
+SLACK = 32
+"""Bytes, for a few numbers of the reader's own."""
+
+
+class ReducesMeanwhile(NotYet):
+    """Backward goes on while gradients are reduced, and the update is left to step."""
+
 
 def to_owners(path: Own, shapes: Shapes) -> None:
-    """Averages on owners, equal shares, no all-reduce, and no gradient kept of what others own."""
+    """Averages on owners, no all-reduce, and no gradient kept of what others own."""
     beside = Beside(path, shapes)
     beside.needs("step", "reduce")
     for number in range(STEPS):
@@ -19,29 +36,30 @@ def to_owners(path: Own, shapes: Shapes) -> None:
         with beside.company.running(BACKWARD_AND_STEP):
             beside.backward(number)
             names = set(beside.company.names)
-            if "broadcast" not in names:  # an update in backward has used the gradients by now
-                _check_reduced(beside, number, names)
+            if "broadcast" not in names:
+                _check_reduced(beside, [number], names)
+            else:  # an update in backward has used the gradients by now
+                if "all_reduce" in names and not beside.cuts():
+                    raise NotYet("backward takes every average to every rank, by all_reduce.")
+                _check_calls(names)
             beside.mine.step()
         beside.step_package(number)
         beside.compare(number)
-    beside.check_equal_shares()
+    beside.check_owned()
 
 
-def _check_reduced(beside: Beside, step: int, names: set[str]) -> None:
-    """After a backward: the averages are with their owners, and nothing else is anywhere."""
-    kept = gathered([number for number, param in enumerate(beside.params) if param.grad is not None])
-    found = gathered([said for piece in beside.pieces() if (said := _gradient_of(piece, beside, step))])
+def _check_reduced(beside: Beside, backwards: Sequence[int], names: set[str]) -> None:
+    """After these backwards: the averages are with their owners, and nothing else is anywhere."""
+    stepped = {id(piece) for piece in beside.pieces()}
+    kept = gathered([i for i, p in enumerate(beside.params) if p.grad is not None and id(p) not in stepped])
+    pieces = reversed(beside.pieces())  # in the order of backward
+    found = gathered([said for piece in pieces if (said := _gradient_of(piece, beside, backwards))])
     with alike():
-        assert names or not any(kept), (
-            f"backward calls nothing of torch.distributed. Let {CLASS}.__init__ register self.reduce as a "
-            "hook of each parameter: param.register_post_accumulate_grad_hook(self.reduce)."
-        )
+        assert names or not any(kept), f"backward calls nothing of torch.distributed. {NO_HOOK}"
         for rank, sentences in enumerate(found):
-            assert not sentences, f"after backward {step + 1}, on rank {rank}, {sentences[0]}"
-        assert not {"all_reduce", "all_gather"} & names, (
-            f"the averages are right, but they came by {' and '.join(sorted(names))}, which takes every "
-            "gradient to every rank. dist.reduce(piece, group_dst=owner) takes a piece to its owner alone."
-        )
+            assert not sentences, f"after backward {backwards[-1] + 1}, on rank {rank}, {sentences[0]}"
+    _check_calls(names)
+    with alike():
         for rank, numbers in enumerate(kept):
             assert not numbers, (
                 f"the averages are right, but after backward rank {rank} still holds gradients of the "
@@ -49,36 +67,153 @@ def _check_reduced(beside: Beside, step: int, names: set[str]) -> None:
             )
 
 
-def _gradient_of(piece: torch.Tensor, beside: Beside, step: int) -> str:
-    """What is wrong with the gradient of what this rank owns of a parameter; nothing if it is the average."""
-    starts = [(piece.data_ptr() - param.data_ptr()) // param.itemsize for param in beside.params]
-    found = [number for number, start in enumerate(starts) if 0 <= start < beside.params[number].numel()]
-    if not found:
+def _check_calls(names: set[str]) -> None:
+    with alike():
+        assert not {"all_reduce", "all_gather"} & names, (
+            f"the averages are right, but they came by {' and '.join(sorted(names - {'broadcast'}))}, which "
+            "takes every gradient to every rank. dist.reduce(piece, group_dst=owner) takes a piece to its "
+            "owner alone."
+        )
+
+
+def _elements_of(piece: torch.Tensor, beside: Beside) -> torch.Tensor:
+    """The number of each element of a piece among all elements; -1 for padding, and all are -1 in a copy."""
+    numbers, first = torch.full((piece.numel(),), -1), 0
+    for param in beside.params:
+        offset, numel = (param.data_ptr() - piece.data_ptr()) // param.itemsize, param.numel()
+        start, stop = max(offset, 0), min(offset + numel, piece.numel())
+        if start < stop:
+            numbers[start:stop] = torch.arange(first + start - offset, first + stop - offset)
+        first += numel
+    return numbers
+
+
+def _gradient_of(piece: torch.Tensor, beside: Beside, backwards: Sequence[int]) -> str:
+    """What is wrong with a piece's gradient after these backwards; nothing if it is the sum of averages."""
+    numbers = _elements_of(piece, beside)
+    # The gradient of parameter 0 comes last in backward, and may still be on its way.
+    on_its_way = beside.company.under_way or piece.grad is None
+    there = numbers >= (beside.params[0].numel() if on_its_way else 0)
+    numbers = numbers[there]
+    if not numbers.numel():
         return ""  # a copy, of which the values tell
-    number, start = found[0], starts[found[0]]
-    of_ranks = [
-        flat_like(beside.gradients(step, rank)[number], beside.params[number])[start : start + piece.numel()]
-        for rank in range(beside.world_size)
-    ]
-    total = torch.stack(of_ranks).sum(0)
-    gradient = None if piece.grad is None else piece.grad.flatten()
-    if gradient is not None and torch.equal(gradient, total / beside.world_size):
-        return ""
-    what = f"the gradient of what it owns of parameter {number} is"
-    if gradient is None:
+
+    def flat(step: int, of_rank: int | None = None) -> torch.Tensor:
+        gradients = zip(beside.gradients(step, of_rank), beside.params)
+        return torch.cat([flat_like(gradient, param) for gradient, param in gradients])
+
+    size, last = beside.world_size, flat(backwards[-1])
+    right = torch.stack([flat(step) for step in backwards]).sum(0)
+    own = torch.stack([flat(step, beside.rank) for step in backwards]).sum(0)
+    ends = torch.tensor([param.numel() for param in beside.params]).cumsum(0)
+    param = int((ends <= numbers[0]).sum())
+    what = f"the gradient of what it owns of parameter {param} is"
+    if piece.grad is None:
         return f"{what} None."
-    if torch.equal(gradient, total):
+    gradient = flat_like(piece.grad, piece)[there]
+
+    def equals(values: torch.Tensor, shift: int = 0) -> bool:
+        moved = numbers + shift
+        inside = (moved >= 0) & (moved < values.numel())
+        return bool(inside.any()) and torch.equal(gradient[inside], values[moved[inside]])
+
+    if equals(right):
+        return ""
+    if len(backwards) > 1 and equals(last):
+        return f"{what} that of the last backward alone. Add each average to the gradient that is there."
+    if equals(right * size):
         return f"{what} the sum over the ranks, not the average: divide by the number of ranks."
-    if torch.equal(gradient, total / beside.world_size**2):
+    if equals(right / size):
         return f"{what} divided by the number of ranks twice."
-    own = of_ranks[beside.rank]
-    if torch.equal(gradient, own) or torch.equal(gradient, own / beside.world_size):
+    if equals(right / BACKWARDS):
+        return (
+            f"{what} divided by the number of backwards, which should add up: a mean is the loop's business."
+        )
+    if equals(own) or equals(own / size):
         return f"{what} made of this rank's own alone. The ranks' gradients have to be added up on the owner."
+    for other in range(size):
+        if equals(right, (other - beside.rank) * beside.share):
+            return f"{what} the average of elements that rank {other} owns. Take this rank's own share."
     return f"{what} not the average over the ranks."
 
 
+def shards(path: Own, shapes: Shapes) -> tuple[int, int]:
+    """After several backwards a rank has the averages of its equal share, and no memory of other gradients.
+
+    Returns:
+        The bytes of gradients that rank 0 holds, and those of all gradients.
+    """
+    beside = Beside(path, shapes)
+    beside.needs("step", "reduce")
+    if not beside.cuts():
+        raise NotYet("self.local steps whole parameters: cut them, end to end, into equal parts.")
+    beside.check_equal_shares()
+    held: list[int] = []
+    for number in range(STEPS):
+        beside.forget()
+        _check_forgotten(beside)
+        backwards = range(BACKWARDS * number, BACKWARDS * (number + 1))
+        with beside.company.running(f"{BACKWARDS} backwards and {CLASS}.step()"):
+            for count, backward in enumerate(backwards, start=1):
+                measured = beside.backward(backward, measures=count == 1)
+                names = set(beside.company.names)
+                if "broadcast" in names:
+                    raise NotYet(
+                        "backward makes the update, so the gradients of a second backward come too late. "
+                        "Leave the update to step(): from this rung on several backwards add up."
+                    )
+                with alike():
+                    assert names, (
+                        "backward calls nothing of torch.distributed, so when it ends each rank has held all "
+                        f"gradients. Reduce each of them in the hook, while backward runs. {NO_HOOK}"
+                    )
+                _check_reduced(beside, backwards[:count], names)
+                if measured:
+                    held = measured
+                    _check_held(beside, held)
+            beside.mine.step()
+        averages = (beside.gradients(backward) for backward in backwards)
+        beside.update_package([torch.stack(each).sum(0) for each in zip(*averages)])
+        beside.compare(number, last=0)
+    return held[-1], 4 * sum(value.numel() for value in beside.start)
+
+
+def _check_forgotten(beside: Beside) -> None:
+    """Before the first backward of a step no piece has a gradient."""
+    left = gathered(sum(p.grad is not None and bool(p.grad.any()) for p in beside.pieces()))
+    with alike():
+        for rank, count in enumerate(left):
+            assert not count, (
+                f"before a backward rank {rank} still has {count} gradients of the step before. zero_grad() "
+                "has to forget the gradients of what self.local steps."
+            )
+
+
+def _check_held(beside: Beside, held: Sequence[int]) -> None:
+    """The memory of gradients, after each hook and after backward, is a share and what is under way."""
+    of_ranks = gathered((max(held[:-1], default=0), held[-1], bool(beside.company.under_way)))
+    nbytes = [4 * value.numel() for value in beside.start]
+    share, largest, in_all = 4 * beside.share, max(nbytes), sum(nbytes)
+    with alike():
+        for rank, (most, left, under_way) in enumerate(of_ranks):
+            assert left <= share + nbytes[0] * under_way + SLACK, (
+                f"the averages are right, but after backward rank {rank} holds {left:,} bytes of gradients, "
+                f"and its share has {share:,} of {in_all:,}. A slice keeps the memory of the whole gradient: "
+                "keep gradient[start:stop].clone(), and nothing else."
+            )
+            assert most <= share + 2 * largest + SLACK, (
+                f"the averages are right, but in the middle of backward rank {rank} holds {most:,} bytes of "
+                f"gradients, and its share has {share:,} of {in_all:,}. Reduce each gradient when the hook "
+                "is called with it, and release it: later is too late."
+            )
+
+
 def in_backward(path: Own, shapes: Shapes) -> int:
-    """Updates made while backward runs, from the first iteration on; gives the number of parameters."""
+    """Updates made while backward runs, from the first iteration on; gives the number of parameters.
+
+    Raises:
+        ReducesMeanwhile: what is done in backward is all but the update.
+    """
     beside = Beside(path, shapes)
     beside.needs("step", "reduce")
     marks: list[bool] = []  # whether a reduction was under way as each hook returned
@@ -93,7 +228,8 @@ def in_backward(path: Own, shapes: Shapes) -> int:
         with beside.company.running(BACKWARD_AND_STEP):
             beside.backward(number)
             if "broadcast" not in beside.company.names:
-                raise NotYet("backward makes no broadcast: the update is left to step().")
+                said = "backward makes no broadcast: the update is left to step()."
+                raise ReducesMeanwhile(said) if marks and all(marks[:-1]) else NotYet(said)
             beside.mine.step()
         beside.step_package(number)
         steps = gathered([int(state["step"]) for state in beside.local.state.values() if "step" in state])
@@ -110,5 +246,5 @@ def in_backward(path: Own, shapes: Shapes) -> int:
                 "still meanwhile. Start the reduction with async_op=True, and wait for it when the next "
                 "gradient is complete."
             )
-    beside.check_equal_shares()
+    beside.check_owned()
     return len(marks)

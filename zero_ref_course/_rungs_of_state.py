@@ -109,7 +109,7 @@ def masters(path: Own, shapes: Shapes) -> None:
                     "the local optimizer steps the 16-bit parameters. Give it copies in master_dtype."
                 )
             if beside.reduces:
-                beside.check_equal_shares()
+                beside.check_owned()
                 continue
             with alike():
                 loads = [

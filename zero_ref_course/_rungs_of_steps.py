@@ -42,7 +42,7 @@ def step(path: Own, shapes: Shapes) -> None:
     for number in range(STEPS):
         beside.both(number)
     if beside.reduces:
-        beside.check_equal_shares()
+        beside.check_owned()
         return
     state = beside.state()
     owned = [i for i, owner in enumerate(beside.owners) if owner == beside.rank]
@@ -73,12 +73,12 @@ def buckets(path: Own, shapes: Shapes) -> tuple[int, int]:
         raise NotYet(f"a step makes {sent} broadcasts, one for each parameter.")
     for number in range(1, STEPS):
         beside.both(number)
-    if beside.reduces:  # owners are other ones now, and what a step sends is the business of later rungs
+    if beside.reduces:  # what is sent, and when, is the business of later rungs
         places = {place for of_one in of_owner.values() for place in of_one}
         with alike():
-            assert len(places) == 1, (
+            assert len(places) == 1 or all(len(of_one) == 1 for of_one in of_owner.values()), (
                 f"the values are right, but parameters lie in {len(places)} places: make them views of one "
-                "flat tensor, which is cut into equal parts."
+                "flat tensor for each owner, or of a single one, which is cut into equal parts."
             )
         return sent, len(shapes)
     with alike():

@@ -23,7 +23,7 @@ GIVEN = {
     "checkpoint": ("Disk", "load"),
     "matrices": ("RowsAndColumns", "NormalizedRows", "WarmsUp", "ClipsTogether", "LAMB"),
     "scale": ("FIRST_GB", "SIX", "Design", "Job", "as_first_priced", "bill_of", "step_ms"),
-    "which_stage": ("BRIEF", "Case", "Choice", "H100", "A100"),
+    "which_stage": ("BRIEF", "Case", "Choice"),
 }
 """What chapters give to their readers or pass to answers, by module of the course. Of each module there is
 that and what it uses."""

@@ -387,6 +387,7 @@ INTACT: list[list[list[int]]] = [
     [[9, 7], [8, 7], [7]],
     [[12, 11], [11]],
     [[8, 9, 10], [9, 8]],
+    [[1, 4], [1, 5]],
     [[3, 1], [2]],
     [[], [4, 3]],
     [[], []],
@@ -451,13 +452,16 @@ def _mistake_in_newest(found: list[Any], intact: list[list[int]], common: set[in
             "There is a save that all ranks have: where the newest is not, an older one will do.": (
                 found[0] is None
             ),
-            "No rank has that save. A number that only fills a tensor is no save.": found[0] not in saves,
+            "No rank has that save. Where there is none, return None.": found[0] not in saves,
             "That is the oldest save that all ranks have.": found[0] == min(common, default=None),
             "That is the newest that any rank has. A save is whole only if every rank's part is.": (
                 found[0] == max(known)
             ),
             "That is the oldest of the ranks' newest saves, and some rank has lost it: look for one that is "
             "on all disks.": found[0] == min(known),
+            "Some rank lacks that save. Is it the number with which a shorter tensor is filled up?": (
+                found[0] not in common
+            ),
         },
         "Look for the saves that are on all disks, and take the one with the highest number.",
     )

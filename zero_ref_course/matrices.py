@@ -342,18 +342,8 @@ def _check_updated(
         )
         whole = wholes[rank]
         if not torch.equal(updated[0], whole):
-            same = updated[0].shape == whole.shape and torch.equal(
-                updated[0].flatten().sort().values, whole.flatten().sort().values
-            )
             raise AssertionError(
-                f"{where}what is updated is not matrix {rank}. "
-                + (
-                    "Its rows are in another order: those of rank 0 first, then those of rank 1, and so on, "
-                    "this rank's own in between."
-                    if same
-                    else f"It has {updated[0].numel()} elements, and the matrix has {whole.numel()}: put "
-                    "all ranks' rows of it together."
-                )
+                f"{where}what is updated is not matrix {rank}. {_mistake_in_matrix(updated[0], whole)}"
             )
     for rank, (value, _, calls) in enumerate(of_ranks):
         where = f"on rank {rank} of {n}, "
@@ -370,6 +360,20 @@ def _check_updated(
             f"{where}{sent} bytes are sent; {once} are enough: to each rank this rank's rows of its matrix, "
             "and later the rows that it gets back. An all-gather would bring every matrix to every rank."
         )
+
+
+def _mistake_in_matrix(theirs: torch.Tensor, whole: torch.Tensor) -> str:
+    if theirs.shape != whole.shape:
+        return (
+            f"It has the shape {tuple(theirs.shape)}, and the matrix {tuple(whole.shape)}: put all ranks' "
+            "rows of it together."
+        )
+    if torch.equal(theirs.flatten().sort().values, whole.flatten().sort().values):
+        return (
+            "Its rows are in another order: those of rank 0 first, then those of rank 1, and so on, this "
+            "rank's own in between."
+        )
+    return "It has other rows. Do all ranks' rows of it arrive before it is updated, and no others?"
 
 
 def _mistake_in_update(

@@ -30,7 +30,10 @@ T = TypeVar("T")
 SMALL = [(4, 3), (3,), (3, 2), (2,)]
 MANY = [(5, 7), (4,), (7, 3), (3,), (6, 6), (1,), (9,), (2, 2)]
 FEW = [(6, 5), (5,)]
-"""Shapes of parameters. Of FEW, one of three ranks owns nothing."""
+ONE_LARGE = [(4,), (61,), (4,)]
+EVEN = [(4, 5), (7,), (5, 4), (3, 3), (20,), (5,), (2, 9), (20,), (11,), (4, 5), (8,), (5, 3)]
+"""Shapes of parameters. Of FEW, one of three ranks owns nothing. Of EVEN, none is large beside a share. Two
+ranks do not divide the elements of the last two, nor do three those of EVEN."""
 
 
 def run(function: Callable[..., T], world_size: int, *args: Any, **kwargs: Any) -> T:
@@ -84,13 +87,31 @@ def _options(path: Own) -> str:
 def _to_owners(path: Own) -> str:
     run(hooks.to_owners, 2, path, MANY)
     run(hooks.to_owners, 3, path, FEW)
-    return "equal shares; owners have the averages of 2 and 3 real ranks, and no other gradients are kept"
+    return "owners have the averages of 2 and 3 real ranks, and no other gradients are kept"
 
 
 def _in_backward(path: Own) -> str:
-    run(hooks.in_backward, 3, path, MANY)
+    try:
+        run(hooks.in_backward, 3, path, MANY)
+    except hooks.ReducesMeanwhile as left_to_step:
+        # The rung shards takes the update out of backward again: who has climbed it keeps this one.
+        try:
+            run(hooks.shards, 3, path, EVEN)
+        except (NotYet, OnAllRanks):
+            raise left_to_step from None
+        return "gradients are reduced while backward goes on; the rung shards leaves the update to step()"
     count = run(hooks.in_backward, 2, path, MANY)
     return f"updates made in backward, one parameter after the other ({count}), are the package's"
+
+
+def _shards(path: Own) -> str:
+    run(hooks.shards, 2, path, ONE_LARGE)
+    run(hooks.shards, 2, path, EVEN)
+    held, of_all = run(hooks.shards, 3, path, EVEN)
+    return (
+        f"{hooks.BACKWARDS} backwards add up; after one a rank of 3 holds {held:,} of {of_all:,} bytes of "
+        "gradients, and the updates are the package's"
+    )
 
 
 def _checkpoint(path: Own) -> str:
@@ -120,11 +141,12 @@ RUNGS: dict[str, Rung] = {
     "owners": Rung(3, _owners),
     "step": Rung(4, _step),
     "buckets": Rung(5, _buckets),
-    "options": Rung(14, _options),
-    "to_owners": Rung(6, _to_owners),
     "in_backward": Rung(6, _in_backward),
+    "to_owners": Rung(7, _to_owners),
+    "shards": Rung(7, _shards),
     "checkpoint": Rung(10, _checkpoint),
     "masters": Rung(12, _masters),
+    "options": Rung(14, _options),
 }
 """All rungs by name, in the order in which the book builds them."""
 

@@ -1,10 +1,10 @@
-"""Graders of the chapter on sharded gradients: one order for all buckets, gradients that add up, groups."""
+"""Graders of the chapter on sharded gradients: one order of buckets, a reduction in two parts, groups."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import permutations, starmap
 from statistics import mean
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives
-from zero_ref.lab import ranks
-from zero_ref.lab.meter import bytes_sent_by
+from zero_ref.lab import ranks, virtual
+from zero_ref.lab.meter import bytes_sent_by, recording
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import ParamSpec
@@ -113,131 +113,121 @@ def _mistake_in_order(
     )
 
 
-# ------------------------------------------------------------------------ gradients that add up in shares
+# ------------------------------------------------------------------------------- a reduction in two parts
 
-WORLDS = [(2, 3), (3, 2), (4, 1), (1, 2), (2, 4)]
-"""Ranks, and micro-batches of each."""
+WORLDS = [(2, 3), (2, 2), (3, 2), (4, 1), (1, 3), (1, 1)]
+"""Ranks of a group, and groups."""
 SHARE = 6
-REAL_RANKS = 3
+
+Worlds = tuple[list[virtual.World], list[virtual.World]]
 
 
-class _Accumulated(NamedTuple):
-    """What a rank returned, and when it ran a backward and made which call."""
+class _Reduced(NamedTuple):
+    """What a rank returned, and what it called within its group and between groups."""
 
     value: Any
-    events: list[Call]
+    within: list[Call]
+    between: list[Call]
 
 
-@exercise("sharded.accumulate", seconds=20.0, on_ranks=True)
-def accumulate(answer: Answer) -> str:
-    """This rank's share of the mean over ranks and micro-batches, on virtual ranks and on real ones."""
-    for size, count in WORLDS + answer.drawn(lambda rng: (rng.randint(2, 5), rng.randint(1, 5)), 3):
+@exercise("sharded.reduce_in_groups", seconds=20.0, on_ranks=True)
+def reduce_in_groups(answer: Answer) -> str:
+    """Gradients reduced within groups and then between them, on virtual ranks and on four real ones."""
+    for group, groups in WORLDS + answer.drawn(lambda rng: (rng.randint(1, 4), rng.randint(1, 3)), 3):
         of_ranks = on_virtual_ranks(
-            _accumulate_here,
-            size,
+            _reduce_on_a_virtual_rank,
+            group * groups,
             answer,
-            count,
-            waiting=lambda why, n=size: (  # type: ignore[misc]
-                f"on {n} ranks, ranks wait for each other: {why} Every rank reduces after each micro-batch."
+            ([virtual.World(group) for _ in range(groups)], [virtual.World(groups) for _ in range(group)]),
+            waiting=lambda why, n=group, m=groups: (  # type: ignore[misc]
+                f"in {m} groups of {n}, ranks wait for each other: {why} Every rank makes the same calls: "
+                "one among the ranks of its group, and one among those that have the same share."
             ),
         )
-        _check_accumulated(answer, count, of_ranks)
-    _check_accumulated(answer, 2, on_ranks(_accumulate_on_a_real_rank, REAL_RANKS, answer, 2))
-    return f"the mean of 1 to 4 micro-batches on {len(WORLDS)} worlds, and on {REAL_RANKS} real ranks"
+        _check_reduced(answer, group, of_ranks)
+    _check_reduced(answer, 2, on_ranks(_reduce_on_a_real_rank, 4, answer, 2))
+    return f"the mean over all ranks in {len(WORLDS)} worlds, and on 4 real ranks in 2 groups"
 
 
-def _gradient(rank: int, size: int, number: int, seed: int) -> torch.Tensor:
-    """Of the whole model, from one micro-batch of one rank."""
-    generator = torch.Generator().manual_seed(1000 * seed + 10 * rank + number)
-    return torch.randn(size * SHARE, generator=generator)
+def _whole_gradient(rank: int, group: int, seed: int) -> torch.Tensor:
+    return torch.randn(group * SHARE, generator=torch.Generator().manual_seed(1000 * seed + rank))
 
 
-def _accumulate_here(comm: Collectives, answer: Answer, count: int) -> _Accumulated:
-    events: list[Call] = []
-    comm.observers.append(events.append)
-
-    def backward_of(number: int) -> Callable[[], torch.Tensor]:
-        def backward() -> torch.Tensor:
-            """Run one micro-batch; gives the gradient of all parameters, in one flat tensor."""
-            events.append(Call("backward", 0, number))
-            return _gradient(comm.rank, comm.world_size, number, answer.seed)
-
-        return backward
-
-    micro_batches = [backward_of(number) for number in range(count)]
-    try:
-        with in_words("micro_batches, comm", answer, micro_batches, comm):
-            value = answer(micro_batches, comm)
-    finally:
-        comm.observers.remove(events.append)
-    return _Accumulated(value, events)
+def _reduce_on_a_virtual_rank(comm: Collectives, answer: Answer, worlds: Worlds) -> _Reduced:
+    of_groups, of_places = worlds
+    number, place = divmod(comm.rank, len(of_places))
+    return _reduce_here(
+        answer, comm.rank, of_groups[number].collectives(place), of_places[place].collectives(number)
+    )
 
 
-def _accumulate_on_a_real_rank(answer: Answer, count: int) -> _Accumulated:
-    return _accumulate_here(as_collectives(None), answer, count)
+def _reduce_on_a_real_rank(answer: Answer, group: int) -> _Reduced:
+    shape = dist.get_world_size() // group, group
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shard"))
+    within, between = (as_collectives(mesh[name].get_group()) for name in ("shard", "replicas"))
+    return _reduce_here(answer, dist.get_rank(), within, between)
 
 
-def _check_accumulated(answer: Answer, count: int, of_ranks: Sequence[_Accumulated]) -> None:
+def _reduce_here(answer: Answer, rank: int, within: Collectives, between: Collectives) -> _Reduced:
+    arguments = _whole_gradient(rank, within.world_size, answer.seed), within, between
+    with (
+        recording(within) as calls_within,
+        recording(between) as calls_between,
+        in_words("flat, within, between", answer, *arguments),
+    ):
+        value = answer(*arguments)
+    return _Reduced(value, calls_within, calls_between)
+
+
+def _check_reduced(answer: Answer, group: int, of_ranks: Sequence[_Reduced]) -> None:
     size = len(of_ranks)
-    for rank, (value, events) in enumerate(of_ranks):
-        where = f"{answer.name} on rank {rank} of {size}, with {count} micro-batches,"
-        is_share = isinstance(value, torch.Tensor) and value.numel() == SHARE
+    gradients = torch.stack([_whole_gradient(rank, group, answer.seed) for rank in range(size)])
+    for rank, found in enumerate(of_ranks):
+        where = f"{answer.name} on rank {rank} of {size}, in groups of {group},"
+        is_share = isinstance(found.value, torch.Tensor) and found.value.numel() == SHARE
         assert is_share, (
-            f"{where} must return this rank's share, {SHARE} of {size * SHARE} elements; it returned "
-            f"{shown(value)}."
+            f"{where} must return this rank's share, {SHARE} of {group * SHARE} elements; it returned "
+            f"{shown(found.value)}."
         )
-        names = [event.op for event in events]
-        others = {*names} - {"backward", "reduce_shares"}
+        between = sum(call.nbytes for call in found.between)
+        assert between <= 4 * SHARE or size == group, (
+            f"{where} sends {between} bytes between groups; {4 * SHARE} are enough, one share. The links "
+            "between groups are the slow ones: reduce within the group first."
+        )
+        others = {call.op for call in found.within} - {"reduce_shares"}
         assert not others, (
-            f"{where} called {', '.join(sorted(others))}. Reduce to shares, with comm.reduce_shares: an "
-            "all-reduce moves twice as many bytes, and leaves whole gradients on every rank."
+            f"{where} calls {', '.join(sorted(others))} within the group. There each rank needs one share: "
+            "within.reduce_shares moves half as many bytes as an all-reduce."
         )
-        assert names.count("backward") == count, (
-            f"{where} ran {names.count('backward')} backwards. Each micro-batch is run once."
-        )
-        if names != ["backward", "reduce_shares"] * count:
-            raise AssertionError(f"{where} {_mistake_in_moments(names, count)}")
-        _check_mean(where, value, rank, size, count, answer.seed)
+        _check_share(where, found.value.flatten(), gradients, rank, group)
 
 
-def _mistake_in_moments(names: Sequence[str], count: int) -> str:
-    reduced = names.count("reduce_shares")
-    if reduced == 1 < count:
-        return (
-            "reduces once, after the last micro-batch. Until then it adds up whole gradients, as stage 1 "
-            "does: a rank of stage 2 has room for its share of the sum and for one micro-batch's gradients."
-        )
-    if reduced == count:
-        return (
-            "runs the next backward before the gradients of the last one are reduced, so it holds those of "
-            "several micro-batches at once."
-        )
-    return f"reduces {reduced} times. Each micro-batch's gradients are reduced as soon as they are there."
-
-
-def _check_mean(where: str, value: torch.Tensor, rank: int, size: int, count: int, seed: int) -> None:
-    of_all = [[_gradient(r, size, number, seed) for number in range(count)] for r in range(size)]
-    shares = torch.stack([torch.stack([one.chunk(size)[rank] for one in of_rank]) for of_rank in of_all])
-    right = shares.mean((0, 1))
+def _check_share(where: str, value: torch.Tensor, gradients: torch.Tensor, rank: int, group: int) -> None:
+    size, place = len(gradients), rank % group
+    shares = gradients.view(size, group, SHARE)[:, place]
+    own = slice(rank - place, rank - place + group)
 
     def is_(other: torch.Tensor) -> bool:
-        return torch.allclose(value.flatten(), other, rtol=1e-4, atol=1e-6)
+        return torch.allclose(value, other, rtol=1e-4, atol=1e-6)
 
-    if is_(right):
+    if is_(shares.mean(0)):
         return
-    first = torch.stack([torch.stack(of_rank) for of_rank in of_all]).mean((0, 1)).chunk(size)[0]
     mistakes = {
-        "It is the sum over ranks and micro-batches. Divide by both numbers.": is_(shares.sum((0, 1))),
-        f"It is not divided by the {size} ranks: reduce_shares adds up.": is_(shares.sum(0).mean(0)),
-        f"It is not divided by the {count} micro-batches.": is_(shares.mean(0).sum(0)),
-        "It has the last micro-batch alone. Add each one's share to those before.": (
-            is_(shares[:, -1].mean(0)) or is_(shares[:, -1].sum(0)) or is_(shares[:, -1].mean(0) / count)
+        f"It is the sum over all {size} ranks: divide by their number.": is_(shares.sum(0)),
+        "It is the mean over this rank's group alone. Other groups have gradients, too.": (
+            is_(shares[own].mean(0)) or is_(shares[own].sum(0)) or is_(shares[own].sum(0) / size)
         ),
-        "It is rank 0's share.": is_(first),
+        "It is not divided by the number of groups: an all-reduce adds up.": is_(shares.sum(0) / group),
+        "It is not divided by the ranks of the group: reduce_shares adds up.": (
+            is_(shares.sum(0) * group / size)
+        ),
+        "It is this rank's own gradient, reduced between groups and not within.": any(
+            is_(gradients[place::group].view(-1, group, SHARE)[:, one].mean(0)) for one in range(group)
+        ),
     }
     raise AssertionError(
-        f"{where} returns other values than its share of the mean. "
-        + named(mistakes, "Add up what reduce_shares leaves in the share, and divide once at the end.")
+        f"{where} returns other values than its share of the mean over all ranks. "
+        + named(mistakes, "First the sum within the group, then the sum of the groups' sums.")
     )
 
 

@@ -205,7 +205,11 @@ BLOCKS = 6
 TOKENS = Form(lambda value: is_number(value) and value > 0, "It must return a number of tokens above 0.")
 
 
-@exercise("stages.break_even", forbids=("zero_ref.simulator.play.play",), draws=timelines)
+@exercise(
+    "stages.break_even",
+    forbids=("zero_ref.simulator.play.play", "zero_ref.simulator.which.tokens_to_hide"),
+    draws=timelines,
+)
 def break_even(answer: Answer) -> str:
     """The fewest tokens a rank with which nothing of stage 3 is exposed that could be hidden."""
     for setting in SETTINGS + answer.drawn(_drawn_setting, 4):

@@ -7,20 +7,10 @@ stands alone and calls its class `MyZero`; otherwise an answer is the stair, wor
 from __future__ import annotations
 
 import ast
-import re
-from pathlib import Path
 
-import zero_ref.stairs
 from zero_ref.lab.own import CLASS
-
-STAIRS = ("owners", "buckets", "shards", "overlap", "checkpoint")
-
-OUR_CLASS = "MinimalZero"
-
-
-def path_of(stair: str) -> Path:
-    """The file of a stair."""
-    return Path(zero_ref.stairs.__file__).with_name(f"{stair}.py")
+from zero_ref.lab.stairs import CLASS as OUR_CLASS, in_one_file
+from zero_ref.stairs import STAIRS
 
 
 def answer(stair: str) -> str:
@@ -29,35 +19,14 @@ def answer(stair: str) -> str:
     >>> "def assign_owners(" in answer("buckets"), "zero_ref" in answer("buckets")
     (True, False)
     """
-    place = STAIRS.index(stair)
-    sources = [path_of(name).read_text(encoding="utf-8") for name in STAIRS[: place + 1]]
-    above, classes = zip(*(source.split(f"\n\nclass {OUR_CLASS}") for source in sources))
-    begins = [re.search(r"^(def|@)", text, re.MULTILINE) for text in above]
-    functions = [text[match.start() :] for text, match in zip(above, begins) if match]
-    parts = [_head(sources), *functions, f"class {CLASS}{classes[-1].replace(OUR_CLASS, CLASS)}"]
-    return "\n\n\n".join(part.strip() for part in parts) + "\n"
-
-
-def _head(sources: list[str]) -> str:
-    """The first lines of the file, with all imports."""
-    plain, names_from = set(), dict[str, set[str]]()
-    for line in "\n".join(sources).splitlines():
-        if match := re.match(r"from (?!zero_ref|__future__)(\S+) import (.+)", line):
-            names_from.setdefault(match[1], set()).update(match[2].split(", "))
-        elif line.startswith("import "):
-            plain.add(line)
-    taken = [
-        f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(names_from.items())
-    ]
-    first = ['"""My own ZeRO."""', "", "from __future__ import annotations", ""]
-    return "\n".join([*first, *taken, "", *sorted(plain)])
+    return '"""My own ZeRO."""\n\n' + in_one_file(stair).replace(OUR_CLASS, CLASS)
 
 
 def stub(stair: str) -> str:
     """The reader's file with what this stair adds or changes left to be written.
 
     >>> answer("shards").count("raise NotImplementedError"), stub("shards").count("raise NotImplementedError")
-    (0, 3)
+    (0, 5)
     """
     source, place = answer(stair), STAIRS.index(stair)
     before = _functions(answer(STAIRS[place - 1])) if place else {}

@@ -244,10 +244,14 @@ CASES = [
     H100._replace(numel=3.4e9, tokens=16384),
     # The shares of the gradients are there beside the whole ones.
     H100._replace(numel=5.4e9, ranks=2, ranks_of_node=2, passes=4),
+    # A room that is filled to the last byte; between 15 and 16 bytes a parameter; between 18 and 19.
+    H100._replace(numel=10e9, ranks=8, activations_gb=10, room_gb=30),
+    H100._replace(numel=10e9, ranks=8, activations_gb=10, room_gb=29.5),
+    H100._replace(numel=1e9, activations_gb=10, room_gb=28.5, tokens=16384),
 ]
 
 
-@exercise("which_stage.advise", forbids=("zero_ref.simulator.which.compared",))
+@exercise("which_stage.advise", forbids=("zero_ref.simulator.which.way_through",))
 def advise(answer: Answer) -> str:
     """The advice of the tree, from eleven numbers."""
     form = Form(lambda value: value in WAYS, f"It must return one of {', '.join(map(repr, WAYS))}.")

@@ -18,7 +18,12 @@ class JoiningClient(nbclient.client.NotebookClient):
     coalesce_streams = Bool(True)
 
 
+def join() -> None:
+    """Let all notebooks that this process and its forks execute from now on have their streams joined."""
+    nbclient.client.NotebookClient = JoiningClient  # type: ignore[misc]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register with Sphinx."""
-    nbclient.client.NotebookClient = JoiningClient  # type: ignore[misc]
+    join()
     return {"parallel_read_safe": True, "parallel_write_safe": True}

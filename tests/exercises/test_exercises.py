@@ -68,6 +68,9 @@ WRONG = [wrong for chapter in CHAPTERS for wrong in wrong_answers(chapter)]
 ASKED = ("get_rank", "get_world_size", "is_initialized", "get_backend")
 """Of `FORWARDED`, what a rank answers by itself."""
 
+NETWORKS = ("dist", "comm", "within", "between")
+"""The names of torch.distributed and of a `Collectives` in solutions."""
+
 LENT = ("send", "recv", "ask")
 """Functions that an answer is given to send and to receive with."""
 
@@ -144,8 +147,8 @@ def communicates(solution: str) -> bool:
         if isinstance(call.func, ast.Attribute) and call.func.attr in OF_A_BUCKET:
             return True
         if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
-            calls = {"dist": {*FORWARDED} - {*ASKED}, "comm": {*COMM_METHODS}}
-            if call.func.attr in calls.get(call.func.value.id, set()):
+            calls = {*FORWARDED} - {*ASKED} if call.func.value.id == "dist" else {*COMM_METHODS}
+            if call.func.value.id in NETWORKS and call.func.attr in calls:
                 return True
     return False
 

@@ -384,8 +384,9 @@ def ring_all_reduce(rank, world_size, chunks, send, recv):
 # ------------------------------------------------------------------------- the reader's own optimizer
 
 STAIR_OF = {
-    "owners": "owners", "step": "owners", "buckets": "buckets", "options": "buckets", "to_owners": "shards",
-    "in_backward": "overlap", "checkpoint": "checkpoint", "masters": "checkpoint",
+    "owners": "owners", "step": "owners", "buckets": "buckets", "in_backward": "overlap",
+    "to_owners": "shards", "shards": "shards", "checkpoint": "checkpoint", "masters": "checkpoint",
+    "options": "checkpoint",
 }  # fmt: skip
 
 

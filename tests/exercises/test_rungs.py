@@ -12,16 +12,17 @@ from typing import NamedTuple
 
 import pytest
 from changes import changed
-from wrong_my_zero import CHANGED
+from wrong_my_zero import CHANGED, FLAT, GROUPS, IN_BACKWARD, TO_OWNERS
 
 from zero_ref import cli
 from zero_ref.lab import ranks
+from zero_ref.stairs import STAIRS
 from zero_ref_course.rungs import RUNGS, check_my_zero, check_rung, check_rungs
-from zero_ref_course.stubs import STAIRS, answer, stub
+from zero_ref_course.stubs import answer, stub
 
 
 class Wrong(NamedTuple):
-    """A mistake: changes of the answer of `stair`, and what the check of `rung` must say about it."""
+    """A mistake: changes of the answer of `stair`, or of FLAT, and what the check of `rung` must say."""
 
     stair: str
     rung: str
@@ -33,14 +34,16 @@ class Wrong(NamedTuple):
 WRONG = [Wrong(*where, *row) for where, rows in CHANGED.items() for row in rows]
 RUNGS_OF = {
     "owners": ["owners", "step"],
-    "buckets": ["buckets", "options"],
-    "shards": ["to_owners"],
+    "buckets": ["buckets"],
     "overlap": ["in_backward"],
-    "checkpoint": ["checkpoint", "masters"],
+    "shards": ["to_owners", "shards"],
+    "checkpoint": ["checkpoint", "masters", "options"],
 }
 """The rungs that each stair adds."""
 RULE = answer("owners").partition("class MyZero")[0]
 """The first rung alone: the file as it is after chapter 3."""
+LACKING = {"only_saves", "all_at_the_end", "meanwhile_but_wrong", "all_reduced"}
+"""They have nothing of the rung that they are checked for."""
 WAITS = {"hangs", "does_not_end"}
 """Only a time-out ends them."""
 
@@ -72,7 +75,7 @@ def test_a_stair_holds_its_rungs_and_those_before_but_not_the_next(stair: str, f
     results = list(check_rungs(folder / f"{stair}.py", upto=RUNGS_OF[stair][-1]))
     assert [result.state for result in results] == ["holds"] * len(results), results
     following = list(RUNGS)[len(results) :]
-    for rung in following[:2]:
+    for rung in following[:3]:
         assert check_rung(rung, folder / f"{stair}.py").state == "not yet", rung
 
 
@@ -99,11 +102,42 @@ def test_a_mistake_is_named(wrong: Wrong, tmp_path: Path, monkeypatch: pytest.Mo
     if wrong.name in WAITS:
         monkeypatch.setenv("ZERO_REF_PATIENCE", "0.5")
     file = tmp_path / "wrong.py"
-    file.write_text(changed(answer(wrong.stair), wrong.changes))
+    file.write_text(changed(FLAT if wrong.stair == "flat" else answer(wrong.stair), wrong.changes))
     result = check_rung(wrong.rung, file)
-    state = "not yet" if wrong.name in {"only_saves", "all_at_the_end"} else "FAILED"
+    state = "not yet" if wrong.name in LACKING else "FAILED"
     assert result.state == state, result
     assert re.search(wrong.message, result.message, re.DOTALL), result.message
+
+
+@pytest.mark.ranks
+def test_a_file_that_updates_its_pieces_in_backward_holds_all_rungs_but_shards(tmp_path: Path) -> None:
+    """So did the last rung of files that were begun before there was a rung shards."""
+    file = tmp_path / "my_zero.py"
+    file.write_text(changed(answer("checkpoint"), IN_BACKWARD))
+    states = {result.rung: result.state for result in check_rungs(file)}
+    assert states == {**dict.fromkeys(RUNGS, "holds"), "shards": "not yet"}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("stair", "changes", "rung"), [("buckets", GROUPS, "options"), ("overlap", TO_OWNERS, "to_owners")]
+)
+def test_a_rung_may_be_climbed_before_the_parameters_are_cut(
+    stair: str, changes: dict[str, str], rung: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "my_zero.py"
+    file.write_text(changed(answer(stair), changes))
+    result = check_rung(rung, file)
+    assert result.state == "holds", result
+
+
+@pytest.mark.ranks
+def test_a_flat_shard_with_padding_holds_the_rung_shards(tmp_path: Path) -> None:
+    file = tmp_path / "my_zero.py"
+    file.write_text(FLAT)
+    for rung in ("to_owners", "shards"):
+        result = check_rung(rung, file)
+        assert result.state == "holds", result
 
 
 def test_every_rung_has_two_mistakes_that_hear_different_things() -> None:

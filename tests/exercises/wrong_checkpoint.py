@@ -84,26 +84,28 @@ CHANGED = {
          r"takes the half of shard 0 for the whole"),
     ],
     "checkpoint.newest_common": [
-        ("its_own_newest", {"return max(common - {0}, default=None)": "return max(intact, default=None)"},
+        ("its_own_newest", {"return max(common, default=None)": "return max(intact, default=None)"},
          r"newest save of its own disk. To go on from different saves"),
         ("the_newest_of_all", {"set.intersection": "set.union"},
          r"newest that any rank has. A save is whole only if every rank's part is"),
         ("the_oldest_of_the_newest",
-         {"return max(common - {0}, default=None)": "return min(int(saves.max()) for saves in of_ranks)"},
+         {"return max(common, default=None)": "return min(int(saves.max()) for saves in of_ranks)"},
          r"oldest of the ranks' newest saves"),
         ("the_oldest", {"return max(": "return min("}, r"oldest save that all ranks have"),
         ("only_if_it_is_everybodys_newest",
-         {"return max(common - {0}, default=None)":
+         {"return max(common, default=None)":
               "newest = {int(saves.max()) for saves in of_ranks}\n"
               "    return newest.pop() if len(newest) == 1 else None"},
          r"where the newest is not, an older one will do"),
-        ("takes_the_filling", {"common - {0}": "common | {0}"}, r"it should be None. No rank has that save"),
+        ("fills_up_with_a_save", {"[0] *": "[1] *"},
+         r"should be None. Some rank lacks that save. Is it the number"),
+        ("zero_for_none", {"default=None": "default=0"}, r"it should be None. No rank has that save"),
         ("lists_of_any_length", {" + [0] * (longest - len(intact))": ""},
          r"wait for each other.* must have one shape on all"),
         ("returns_as_soon_as_it_knows",
          {"    lengths": "    if not intact:\n        return None\n    lengths"},
          r"wait for each other.*A rank without a save makes every call, too"),
-        ("a_set", {"return max(common - {0}, default=None)": "return common - {0}"},
+        ("a_set", {"return max(common, default=None)": "return common"},
          r"must return the number of a save, or None"),
     ],
 }  # fmt: skip

@@ -35,6 +35,8 @@ CHANGED = {
         ("adds_up", {"total / active": "total"}, "These are the sums"),
         ("stops_at_a_sum_of_zero", {"if active == 0": "if total == 0"},
          r"epoch has 3 iterations.*this is a list of 0|raised ZeroDivisionError"),
+        ("never_appends", {AVERAGED: "        averages += []"},
+         r"makes more than 2,000 calls\. Is there a loop that never ends"),
         ("two_calls_each",
          {REDUCE: "        for one in pair:\n            comm.all_reduce(one).wait()\n"},
          r"makes 8 calls; 4 are enough"),

@@ -14,7 +14,89 @@ RECEIVE = (
     "        # All ranks make all broadcasts, in the same order: "
     "the owner sends, the others receive in place.\n"
 )
-REDUCE = "            dist.reduce(gradient[piece], group_dst=owner, group=self.group)\n"
+CALL = "dist.reduce(gradient[piece], group_dst=owner, group=self.group, async_op=True)"
+REDUCE = f"            calls.append({CALL})\n"
+WAIT = "            for call in calls:\n                call.wait()\n"
+KEEP_LAST = "                shard.grad = kept\n"
+ADD_UP = "                shard.grad = kept if shard.grad is None else shard.grad + kept\n"
+REGISTER = "            param.register_post_accumulate_grad_hook(self.reduce)\n"
+NOTE = "            param.register_post_accumulate_grad_hook(self.note)\n        self.noted = []\n"
+FINISH = "    def finish(self)"
+NOTING = """    def note(self, param):
+        self.noted.append((param, param.grad))
+        param.grad = None
+"""
+GROUPS = {
+    "**defaults)\n\n    @torch.no_grad()\n    def step":
+        "**defaults)\n        self.param_groups = self.local.param_groups\n\n"
+        "    def zero_grad(self):\n        for param in self.params:\n            param.grad = None\n\n"
+        "    @torch.no_grad()\n    def step"
+}  # fmt: skip
+"""Changes of the stair `buckets`: the rung options, which may be added to any file."""
+TO_OWNERS = {"dist.all_reduce(gradient,": "dist.reduce(gradient, group_dst=self.owner_of[param],"}
+"""Changes of the stair `overlap`: the rung to_owners, while parameters are whole."""
+IN_BACKWARD = {
+    ADD_UP: """                shard.grad = kept
+                self.local.step()
+                shard.grad = None
+                in_memory(param)[own] = shard
+            for owner, piece in self.pieces[param].items():
+                dist.broadcast(in_memory(param.detach())[piece], group_src=owner)
+""",
+    """        # The local step needs no communication. What it makes goes into this rank's own bucket.
+        self.local.step()
+        for param, shard in self.shards.items():
+            in_memory(param)[self.pieces[param][self.rank]] = shard  # a master is rounded to the nearest
+""" + RECEIVE + SEND_BUCKETS: "",
+}  # fmt: skip
+"""Changes of the stair `checkpoint`: a file that has cut its parameters, and updates them in backward."""
+FLAT = '''"""Its own way: one flat shard, padded."""
+
+import torch
+import torch.distributed as dist
+
+
+class MyZero:
+    def __init__(self, params, optimizer_class, **defaults):
+        self.params, self.rank, self.size = list(params), dist.get_rank(), dist.get_world_size()
+        self.share = -(-sum(param.numel() for param in self.params) // self.size)
+        flat, self.starts, start = torch.zeros(self.share * self.size), {}, 0
+        for param in self.params:
+            part = flat[start : start + param.numel()]
+            part.copy_(param.detach().as_strided((param.numel(),), (1,)))
+            param.data = part.as_strided(param.shape, param.stride())
+            self.starts[param], start = start, start + param.numel()
+            param.register_post_accumulate_grad_hook(self.reduce)
+        self.shares = flat.split(self.share)
+        self.shard = torch.nn.Parameter(self.shares[self.rank])
+        self.local = optimizer_class([self.shard], **defaults)
+        self.zero_grad = self.local.zero_grad
+
+    @torch.no_grad()
+    def reduce(self, param):
+        gradient = param.grad.as_strided((param.numel(),), (1,)) / self.size
+        param.grad = None
+        for owner in range(self.size):
+            first = max(owner * self.share - self.starts[param], 0)
+            stop = min((owner + 1) * self.share - self.starts[param], param.numel())
+            if first < stop:
+                piece = gradient[first:stop].clone()
+                dist.reduce(piece, group_dst=owner)
+                if owner == self.rank:
+                    self.keep(piece, self.starts[param] + first - owner * self.share)
+
+    def keep(self, piece, place):
+        if self.shard.grad is None:
+            self.shard.grad = torch.zeros_like(self.shard)
+        self.shard.grad[place : place + len(piece)] += piece
+
+    @torch.no_grad()
+    def step(self):
+        self.local.step()
+        for owner, share in enumerate(self.shares):
+            dist.broadcast(share, group_src=owner)
+'''
+"""An answer to the rung shards, and to no other, that is built in another way than the stair."""
 
 CHANGED = {
     ("owners", "owners"): [
@@ -96,61 +178,117 @@ CHANGED = {
     ],
     ("buckets", "options"): [
         ("a_copy",
-         {"self.param_groups = self.local.param_groups":
+         {**GROUPS,
+          "self.param_groups = self.local.param_groups":
               "self.param_groups = [dict(group) for group in self.local.param_groups]"},
          "give out its param_groups, not a copy"),
         ("only_its_own",
-         {"        for param in self.params:\n            param.grad = None\n":
+         {**GROUPS,
+          "        for param in self.params:\n            param.grad = None\n":
               "        self.local.zero_grad()\n"},
          "still has the gradients"),
     ],
+    ("checkpoint", "options"): [
+        ("a_copy_of_groups",
+         {"self.param_groups, self.zero_grad = self.local.param_groups,":
+              "self.param_groups, self.zero_grad = [dict(g) for g in self.local.param_groups],"},
+         "give out its param_groups, not a copy"),
+    ],
     ("shards", "to_owners"): [
-        ("a_sum", {" / self.world_size\n": "\n"}, "is the sum"),
-        ("averages_twice", {"/ self.world_size": "/ self.world_size**2"}, "ranks twice"),
+        ("a_sum", {" / self.world_size, None": ", None"}, "is the sum"),
+        ("averages_twice", {" / self.world_size, None": " / self.world_size**2, None"}, "ranks twice"),
         ("everywhere", {REDUCE: "            dist.all_reduce(gradient[piece])\n"}, "they came by all_reduce"),
         ("own_alone", {REDUCE: "            pass\n"}, "made of this rank's own alone"),
-        ("kept", {"        param.grad = None\n": ""}, "still holds gradients"),
+        ("kept", {"gradient, param.grad = in_memory(param.grad) / self.world_size, None":
+                      "gradient = in_memory(param.grad) / self.world_size"}, "still holds gradients"),
         ("to_rank_0", {"group_dst=owner": "group_dst=0"}, "on rank 1"),
-        ("no_hook",
-         {"            param.register_post_accumulate_grad_hook(self.reduce)\n": "            pass\n"},
-         "register self.reduce as a hook"),
+        ("no_hook", {REGISTER: "            pass\n"}, "register self.reduce as a hook"),
         ("only_owners_reduce", {REDUCE: "            if owner == self.rank:\n    " + REDUCE},
          "make different calls"),
         ("unequal_shares", {"-(-": "2 + ("}, "an equal share of"),
         ("everything_stepped",
-         {"if p in mine]} for g": "if p in mine] + [torch.nn.Parameter(torch.ones(9))]} for g"},
+         {"list(self.shards.values())": "[*self.shards.values(), torch.nn.Parameter(torch.ones(9))]"},
          "an equal share of|is None"),
-        ("breaks_in_the_hook",
-         {"own = self.shards[param], gradient": "own = self.shards[gradient], gradient"},
+        ("breaks_in_the_hook", {"own = self.shards[param], self": "own = self.shards[gradient], self"},
          r"KeyError.*wrong\.py, line \d+: shard, own"),
+    ],
+    ("overlap", "to_owners"): [
+        ("all_reduced", {}, "every average to every rank, by all_reduce"),
+        ("other_owners",
+         {**TO_OWNERS,
+          "self.owners = assign_owners(": "self.owners = (lambda sizes, n: [0 for _ in sizes])("},
+         "owns the parameters .* and its local optimizer steps others"),
     ],
     ("overlap", "in_backward"): [
         ("twice",
-         {"        self.update()\n        while":
-              "        self.update()\n        for shard in self.shards.values():\n"
-              "            shard.grad = torch.zeros_like(shard)\n        self.local.step()\n        while"},
+         {"        self.finish()\n        while":
+              "        self.finish()\n        for number in self.mine:\n"
+              "            self.params[number].grad = torch.zeros_like(self.params[number])\n"
+              "        self.local.step()\n        while"},
          "updated 2 times in|times in 2 iterations"),
-        ("never_forgotten",
-         {"(param, gradient, calls), self.reducing = self.reducing, None":
-              "param, gradient, calls = self.reducing"},
-         "updated 2 times in|times in 2 iterations"),
+        ("never_forgotten", {"        self.reducing = []\n": ""}, "updated 2 times in|times in 2 iterations"),
         ("stands_still",
-         {"        self.reducing = param, gradient, calls\n":
-              "        self.reducing = param, gradient, calls\n        self.update()\n"},
+         {"        self.reducing = [(param, gradient, call)]\n":
+              "        self.reducing = [(param, gradient, call)]\n        self.finish()\n"},
          "no reduction under way"),
-        ("last_one_left", {"        self.update()\n        while": "        while"},
-         "while reduce .* was under way"),
-        ("every_gradient", {"            shard.grad = None\n": ""}, "times in 1 iterations"),
+        ("last_one_left", {"        self.finish()\n        while": "        while"},
+         "while all_reduce .* was under way"),
+        ("every_gradient", {"                param.grad = None\n": ""}, "times in 1 iterations"),
         ("never_waits",
          {"        while self.sending:\n            self.sending.pop(0).wait()":
               "        self.sending.clear()"},
          "nobody waited"),
-        ("takes_it_too_early", {"        for call in calls:\n            call.wait()\n": ""},
-         "nobody waited"),
+        ("takes_it_too_early", {"            call.wait()\n": ""}, "nobody waited"),
     ],
     ("shards", "in_backward"): [
-        ("all_at_the_end", {"group_dst=owner, group=self.group)": "group_dst=owner, async_op=True).wait()"},
+        ("all_at_the_end", {"group=self.group, async_op=True))": "group=self.group))", WAIT: ""},
          "backward makes no broadcast"),
+        ("meanwhile_but_wrong", {ADD_UP: KEEP_LAST}, "backward makes no broadcast"),
+    ],
+    ("shards", "shards"): [
+        ("sum_not_averaged", {" / self.world_size, None": ", None"}, "is the sum over the ranks"),
+        ("full_gradient_kept",
+         {"gradient, param.grad = in_memory(param.grad) / self.world_size, None":
+              "gradient = in_memory(param.grad) / self.world_size"},
+         "still holds gradients of the parameters"),
+        ("memory_of_the_whole_kept", {"gradient[own].clone()": "gradient[own]"},
+         r"rank 0 holds \d+ bytes of gradients, and its share has 140 of 276. A slice keeps the memory"),
+        ("reduces_after_backward",
+         {REGISTER: NOTE, FINISH: NOTING + "\n" + FINISH,
+          "        self.finish()\n        # The local":
+              "        for param, param.grad in self.noted:\n            self.reduce(param)\n"
+              "        self.finish()\n        self.noted = []\n        # The local"},
+         "when it ends each rank has held all"),
+        ("reduces_when_the_last_has_come",
+         {REGISTER: NOTE,
+          FINISH: NOTING + "        if param is self.params[0]:\n"
+                           "            for each, each.grad in self.noted:\n"
+                           "                self.reduce(each)\n            self.noted = []\n\n" + FINISH},
+         r"in the middle of backward rank 0 holds \d+ bytes .* later is too late"),
+        ("only_the_last_backward", {ADD_UP: KEEP_LAST}, "the last backward alone"),
+        ("mean_of_backwards", {" / self.world_size, None": " / self.world_size / 3, None"},
+         "divided by the number of backwards"),
+        ("never_forgets",
+         {"        self.zero_grad = self.local.zero_grad  # only shards keep gradients\n": ""},
+         r"gradients of the step before. zero_grad\(\) has to forget"),
+        ("everywhere_and_cut", {REDUCE: "            dist.all_reduce(gradient[piece])\n"},
+         "they came by all_reduce"),
+    ],
+    ("flat", "shards"): [
+        ("wrong_share",
+         {"group_dst=owner)\n                if owner == self.rank":
+              "group_dst=(owner + 1) % self.size)\n                if (owner + 1) % self.size == self.rank"},
+         "the average of elements that rank 1 owns. Take this rank's own share"),
+        ("padding_lost",
+         {"-(-sum(param.numel() for param in self.params) // self.size)":
+              "sum(param.numel() for param in self.params) // self.size",
+          "torch.zeros(self.share * self.size)":
+              "torch.zeros(sum(param.numel() for param in self.params))"},
+         "rounded down, it leaves the last elements to nobody"),
+        ("not_added", {"+= piece": "= piece"}, "the last backward alone"),
+        ("stored_too", {"piece = gradient[first:stop].clone()": "piece = gradient[first:stop].clone()\n"
+                        "                self.whole = {**getattr(self, 'whole', {}), param: gradient}"},
+         r"rank 0 holds [\d,]+ bytes of gradients"),
     ],
     ("checkpoint", "checkpoint"): [
         ("own_numbers", {"                mine[number] = {": "                mine[len(mine)] = {"},
@@ -158,7 +296,7 @@ CHANGED = {
         ("own_state", {"dist.all_gather_object(of_ranks, mine, self.group)": "of_ranks = [mine]"},
          "has the keys|raised"),
         ("own_parameters",
-         {"numbered(self.param_groups, self.groups)}": "numbered(self.param_groups, self.param_groups)}"},
+         {"zip(self.param_groups, self.groups)": "zip(self.param_groups, self.param_groups)"},
          "lists the parameters"),
         ("pieces_in_another_order", {"torch.cat(cuts)": "torch.cat(cuts[::-1])"},
          "is not what the unsharded optimizer has there"),
@@ -178,10 +316,14 @@ CHANGED = {
     ],
     ("checkpoint", "masters"): [
         ("no_masters", {".to(master_dtype or param.dtype)": ""}, "steps the 16-bit parameters"),
-        ("not_copied_back", {"            flat[own] = shard": "            pass"}, "no parameter moved"),
+        ("not_copied_back",
+         {"            in_memory(param)[self.pieces[param][self.rank]] = shard": "            pass"},
+         "no parameter moved"),
         ("made_anew",
-         {"            shard.grad = gradient":
-              "            shard.data.copy_(flat[own])\n            shard.grad = gradient"},
+         {"        self.local.step()\n":
+              "        for param, shard in self.shards.items():\n"
+              "            shard.copy_(in_memory(param)[self.pieces[param][self.rank]])\n"
+              "        self.local.step()\n"},
          "no parameter moved"),
         ("not_saved", {"**masters}": "}"}, "master_weight"),
         ("not_loaded",

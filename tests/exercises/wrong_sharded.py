@@ -4,8 +4,9 @@ from __future__ import annotations
 
 REST = "list(range(next_one, count))"
 IN_ORDER = "while next_one in full"
-REDUCED = "comm.reduce_shares(flat, share).wait()"
-TOTAL = "total / (len(micro_batches) * comm.world_size)"
+WITHIN = "    within.reduce_shares(flat, share).wait()\n"
+BETWEEN = "    between.all_reduce(share).wait()\n"
+ALL = "(within.world_size * between.world_size)"
 FOR_OWNERS = "2 * nbytes / shard_group * (groups - 1) / groups"
 
 CHANGED = {
@@ -25,28 +26,27 @@ CHANGED = {
         ("again_at_the_end", {REST: "list(range(count))"}, r"Bucket 0 is reduced twice"),
         ("one_list", {f"[*started, {REST}]": "list(range(count))"}, r"must return a list of lists"),
     ],
-    "sharded.accumulate": [
-        ("reduces_once",
-         {"        share =": "        total = total + flat\n    if 1:\n        flat = total\n        share =",
-          "total = total + share\n": "total = share\n"},
-         r"reduces once, after the last micro-batch.* as stage 1 does"),
-        ("all_backwards_first",
-         {"for run in micro_batches:\n        flat = run()": "for flat in [run() for run in micro_batches]:"},
-         r"runs the next backward before the gradients of the last one are reduced"),
-        ("adds_up", {TOTAL: "total"}, r"sum over ranks and micro-batches. Divide by both"),
-        ("divides_by_micro_batches", {TOTAL: "total / len(micro_batches)"}, r"not divided by the 2 ranks"),
-        ("divides_by_ranks", {TOTAL: "total / comm.world_size"}, r"not divided by the 3 micro-batches"),
-        ("the_last_alone", {"total = total + share": "total = share"}, r"has the last micro-batch alone"),
-        ("all_reduces",
-         {REDUCED: "comm.all_reduce(flat).wait()\n        share = flat.chunk(comm.world_size)[comm.rank]"},
-         r"called all_reduce. Reduce to shares"),
-        ("whole_gradients", {"return total": "return torch.cat([total] * comm.world_size)"},
+    "sharded.reduce_in_groups": [
+        ("within_alone", {BETWEEN: ""}, r"mean over this rank's group alone|It is not divided by the number"),
+        ("between_alone",
+         {WITHIN: "    share.copy_(flat.chunk(within.world_size)[within.rank])\n"},
+         r"returns other values than its share of the mean over all ranks"),
+        ("all_gradients_between",
+         {BETWEEN: "", "    share = torch": "    between.all_reduce(flat).wait()\n    share = torch"},
+         r"sends 48 bytes between groups; 24 are enough, one share"),
+        ("all_reduces_within",
+         {WITHIN: "    within.all_reduce(flat).wait()\n"
+                  "    share = flat.chunk(within.world_size)[within.rank]\n"},
+         r"calls all_reduce within the group.* half as many bytes as an all-reduce"),
+        ("adds_up", {ALL: "1"}, r"sum over all 6 ranks: divide by their number"),
+        ("divides_by_the_group", {ALL: "within.world_size"}, r"not divided by the number of groups"),
+        ("divides_by_the_groups", {ALL: "between.world_size"}, r"not divided by the ranks of the group"),
+        ("whole_gradients", {"return share": "return torch.cat([share] * within.world_size)"},
          r"must return this rank's share, 6 of 12 elements"),
-        ("rank_0_reduces_more",
-         {"    return total": f"    if comm.rank == 0:\n        {REDUCED}\n    return total"},
-         r"ranks wait for each other.* reduces after each micro-batch"),
-        ("runs_twice", {"flat = run()": "run()\n        flat = run()"},
-         r"ran 6 backwards. Each micro-batch is run once"),
+        ("only_the_first_group_calls", {BETWEEN: "    if within.rank == 0:\n    " + BETWEEN},
+         r"mean over this rank's group alone|returns other values"),
+        ("one_of_a_place_calls", {BETWEEN: "    if between.rank == 0:\n    " + BETWEEN},
+         r"ranks wait for each other.*Every rank makes the same calls"),
     ],
     "sharded.hybrid_bytes": [
         ("only_the_reduction", {"within = 2 * nbytes": "within = nbytes"},

@@ -19,11 +19,13 @@ from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.lab.ranks import run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.buckets import flat_like
+from zero_ref.stairs import STAIRS
 
-STAIRS = ["owners", "buckets", "shards", "overlap", "checkpoint"]
-CUT = {"shards", "overlap", "checkpoint"}
+CUT = {"shards", "checkpoint"}
+"""Their ranks own pieces of parameters."""
+REDUCES = {"overlap", *CUT}
 """Their hooks reduce gradients. The others need gradients that are averaged."""
-SAVES = {"owners", "buckets", "checkpoint"}
+SAVES = {"owners", "buckets", "overlap", "checkpoint"}
 FOLDER = Path(__file__).parents[2] / "zero_ref" / "stairs"
 
 SGD = (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01})
@@ -155,7 +157,7 @@ def complete_on(stair: str, model: nn.Module, params: Any, *args: Any, **options
         zero = ZeroRedundancyOptimizer(params, *args, partition="even", **options)
         return zero, ShardedDataParallel(model, zero)
     return ZeroRedundancyOptimizer(
-        params, *args, parameters_as_bucket_view=stair == "buckets", **options
+        params, *args, parameters_as_bucket_view=stair in ("buckets", "overlap"), **options
     ), model
 
 
@@ -182,17 +184,17 @@ def train_both(
             for each in (*zero.param_groups, *complete.param_groups):
                 each["lr"] *= 0.5
         our_data.backward(step)
-        if stair not in CUT:
+        if stair not in REDUCES:
             average(ours, group)
         else:
-            assert all(param.grad is None for param in ours.parameters()), "gradients are in shards"
+            assert all(param.grad is None for param in ours.parameters()), "gradients are released"
         zero.step()
         their_data.backward(step, wrapped)
         if stair not in CUT:
             average(theirs, group)
         complete.step()
         for model, optimizer_of in ((ours, zero), (theirs, complete)):
-            model.zero_grad() if stair == "owners" else optimizer_of.zero_grad()
+            model.zero_grad() if stair not in CUT else optimizer_of.zero_grad()
             assert all(param.grad is None for param in model.parameters())
         label = f"{stair}, {make_model}, {optimizer_class.__name__}, step {step}"
         for number, (a, b) in enumerate(zip(ours.parameters(), theirs.parameters(), strict=True)):
@@ -230,12 +232,11 @@ def check_state(stair: str, zero: Any, plain: dict[str, Any]) -> None:
 def all_cases(stair: str) -> None:
     for make_model, optimizer in itertools.product(MODELS, [SGD, ADAMW]):
         train_both(stair, make_model, optimizer)
-    if stair in ("owners", "buckets"):  # whole parameters: an optimizer may use their shape
+    if stair not in CUT:  # whole parameters: an optimizer may use their shape
         train_both(stair, Layers, (optim.Adafactor, {"lr": 1e-2}))
-    if stair != "owners":
+    if stair == "checkpoint":
         for make_model in (Layers, Tied):
             train_both(stair, make_model, ADAMW, groups=two_groups, scheduled=True)
-    if stair == "checkpoint":
         for optimizer, dtype in itertools.product([SGD, ADAMW], [torch.bfloat16, torch.float32]):
             train_both(stair, Tied, optimizer, dtype=dtype, master_dtype=torch.float32)
         train_both(stair, Layers, (optim.SGD, {"lr": 1e-3}), dtype=torch.bfloat16, master_dtype=torch.float32)
@@ -267,16 +268,28 @@ def test_a_stair_takes_a_group_of_other_ranks(stair: str) -> None:
 # ----------------------------------------------------------------------------- what single stairs add
 
 
-def real_gradients(stair: str) -> list[torch.Tensor]:
-    """Parameters after steps on what backward computes."""
+def real_gradients(during: bool) -> list[torch.Tensor]:
+    """Parameters after steps on what backward computes; the hook is called during backward, or after it."""
     model = filled(Layers())
-    zero = stair_on(stair, model.parameters(), optim.AdamW, lr=1e-2)
+    zero = stair_on("overlap", model.parameters(), optim.AdamW, lr=1e-2)
+    complete: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def note(param: torch.Tensor) -> None:
+        complete.append((param, param.grad))
+        param.grad = None
+
+    if not during:
+        for param in zero.params:
+            param._post_accumulate_grad_hooks.clear()
+            param.register_post_accumulate_grad_hook(note)
     for step in range(STEPS):
         torch.manual_seed(10 * step + zero.rank)
         x = torch.randn(4, 7)
         model.down(model.norm(torch.tanh(model.up(x)))).square().sum().backward()
+        for param, param.grad in complete:
+            zero.reduce(param)
+        complete.clear()
         zero.step()
-        zero.zero_grad()
     return [param.detach() for param in model.parameters()]
 
 
@@ -285,19 +298,19 @@ def real_gradients(stair: str) -> list[torch.Tensor]:
 def test_an_update_in_backward_leaves_backward_right(world_size: int) -> None:
     """A parameter that is updated before backward has read it would give other gradients.
 
-    `shards` and `overlap` make the same reductions, and their parameters lie at the same addresses of a flat
-    tensor. So the sums and products, too, are rounded alike.
+    Both runs make the same reductions, and their parameters lie in the same buckets. So the sums and
+    products, too, are rounded alike.
     """
-    after, during = run(real_gradients, world_size, "shards"), run(real_gradients, world_size, "overlap")
+    after, during = (run(real_gradients, world_size, when) for when in (False, True))
     for one, other in zip(after, during, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def gradients_add_up() -> None:
+def gradients_add_up(stair: str) -> None:
     model, other = filled(Layers()), filled(Layers())
     data, other_data = Data(model, dist.get_rank()), Data(other, dist.get_rank())
-    zero = stair_on("shards", model.parameters(), optim.AdamW, lr=1e-2)
-    complete, wrapped = complete_on("shards", other, other.parameters(), optim.AdamW, lr=1e-2)
+    zero = stair_on(stair, model.parameters(), optim.AdamW, lr=1e-2)
+    complete, wrapped = complete_on(stair, other, other.parameters(), optim.AdamW, lr=1e-2)
     for step in range(2):
         data.backward(step)
         other_data.backward(step, wrapped)
@@ -307,8 +320,9 @@ def gradients_add_up() -> None:
 
 
 @pytest.mark.ranks
-def test_gradients_of_several_backwards_add_up_in_the_shards() -> None:
-    run(gradients_add_up, 3)
+@pytest.mark.parametrize("stair", sorted(CUT))
+def test_gradients_of_several_backwards_add_up_in_the_shards(stair: str) -> None:
+    run(gradients_add_up, 3, stair)
 
 
 def part_of_the_update_in_backward() -> list[bool]:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.lab import meter
 from zero_ref.lab.strategies import Trainable
+from zero_ref.plan.rules import sorted_greedy
 
 CLASS = "MyZero"
 """What the class in the reader's file is called."""
@@ -99,21 +100,30 @@ class OwnLoop:
 
     @property
     def reduces(self) -> bool:
-        """Whether its hooks average gradients, on the owners of equal shares. Otherwise DDP averages them."""
+        """Whether its hooks average gradients on their owners. Otherwise DDP averages them."""
         return hasattr(self.mine, "reduce")
 
+    def cuts(self, rank: int, world_size: int) -> bool:
+        """Whether this rank steps other tensors than the whole parameters that the book's rule gives it."""
+        owners = sorted_greedy([param.numel() for param in self.params], world_size).owner_of_param
+        owned = [param.numel() for param, owner in zip(self.params, owners) if owner == rank]
+        return sorted(piece.numel() for piece in self._pieces()) != sorted(owned)
+
+    def _pieces(self) -> list[torch.Tensor]:
+        return [piece for group in self.local.param_groups for piece in group["params"]]
+
     def check_equal_share(self, world_size: int) -> None:
-        """Of parameters that are cut a rank steps 1/N.
+        """Check that a rank steps 1/N of the elements, as it must where parameters are cut.
 
         Raises:
             ValueError: it steps more.
         """
-        numel = sum(piece.numel() for group in self.local.param_groups for piece in group["params"])
+        numel = sum(piece.numel() for piece in self._pieces())
         total = sum(param.numel() for param in self.params)
         if numel > -(-total // world_size):
             raise ValueError(
                 f"{CLASS}.local steps {numel:,} elements on rank {dist.get_rank()}, and an equal share of "
-                f"{total:,} is {-(-total // world_size):,}: `zero-ref check --rung to_owners` says more."
+                f"{total:,} is {-(-total // world_size):,}: `zero-ref check --rung shards` says more."
             )
 
 
@@ -122,7 +132,8 @@ class OwnTrainable(Trainable):
 
     @property
     def cuts_by_itself(self) -> bool:
-        return cast(OwnLoop, self.optimizer).reduces
+        loop = cast(OwnLoop, self.optimizer)
+        return loop.reduces and loop.cuts(dist.get_rank(), dist.get_world_size())
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -154,7 +165,8 @@ def trainable_own(path: str, model: nn.Module, learning_rate: float, master_dtyp
     mine = own_class(path)(model.parameters(), torch.optim.AdamW, lr=learning_rate, **masters)
     loop = OwnLoop(mine, list(model.parameters()))
     if loop.reduces:
-        loop.check_equal_share(dist.get_world_size())
+        if loop.cuts(dist.get_rank(), dist.get_world_size()):
+            loop.check_equal_share(dist.get_world_size())
         return OwnTrainable(model, cast(torch.optim.Optimizer, loop))
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, meter.recording_all_reduce([]))

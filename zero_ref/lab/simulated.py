@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 from zero_ref.lab._arguments import short
 from zero_ref.simulator._records import read_json
+from zero_ref.simulator.architectures import Architecture
 from zero_ref.simulator.cluster import CLUSTERS, Cluster
+from zero_ref.simulator.decoders import Decoder
 from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.options import values_of
 from zero_ref.simulator.recipe import LOCAL_SGD
@@ -18,8 +20,8 @@ from zero_ref.simulator.scenario import Scenario, SimulatedRun
 from zero_ref.simulator.sensitivity import SWITCH
 
 MFU_COUNTS = (
-    "6 operations for each parameter and token, and attention's over whole sequences, as if nothing were "
-    "masked; nothing for what is computed again"
+    "6 operations for each parameter and token, of experts those that a token is sent to, and attention's "
+    "over whole sequences, as if nothing were masked; nothing for what is computed again"
 )
 """What model FLOPs utilisation is computed from. Source: PaLM (arXiv:2204.02311), appendix B."""
 
@@ -95,6 +97,9 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
     return {
         "model": named,
         "elements": scenario.numel,
+        "active_elements": scenario.active,
+        "parts": parts_of(scenario.architecture),
+        "not_counted": list(scenario.missing),
         "tensors": len(scenario.params),
         "ranks": scenario.world_size,
         "cluster": scenario.cluster.name,
@@ -106,6 +111,13 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
         "not_modelled": list(NOT_MODELLED),
         "strategies": {run.strategy: _run_as_json(run) for run in runs},
     }
+
+
+def parts_of(architecture: Architecture) -> dict[str, int | None]:
+    """Parameters of a model by what they are part of; None where their number is not known."""
+    if isinstance(architecture, Decoder):
+        return architecture.parts()
+    return {"language model": sum(param.numel for param in architecture.shapes())}
 
 
 def _run_as_json(run: SimulatedRun) -> dict[str, Any]:
@@ -163,8 +175,9 @@ def print_runs(
     if runs and all(run.fits is False for run in runs):
         console.print(f"does not fit, and {in_words(NOT_MODELLED)} are not modelled")
     print_heading(console, named, scenario)
+    used = "" if scenario.active == scenario.numel else f", {scenario.active:,} for a token"
     console.print(
-        f"{scenario.numel:,} {scenario.dtype} parameters, {scenario.optimizer}; on each rank "
+        f"{scenario.numel:,} {scenario.dtype} parameters{used}, {scenario.optimizer}; on each rank "
         f"{'' if scenario.accumulation == 1 else f'{scenario.accumulation:,} x '}{scenario.batch:,} x "
         f"{scenario.tokens_of_sequence:,} tokens\n"
     )
@@ -233,14 +246,19 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
         )
     if share := scenario.attention_share:
         yield f"attention adds {share:.0%} to what the parameters' products take"
-    cluster = scenario.cluster
+    cluster = scenario.machine
     if cluster.name in CLUSTERS:
         yield f"supposed: {_supposed(cluster)}"
     else:
         yield f"times from: {cluster.source}. They hold for the number of ranks measured there."
     if device_share := cluster.device.allocator_share:
         yield f"supposed: the allocator reserves {device_share:.0%} more than is allocated"
-    yield "not counted: starting kernels, other jobs' traffic"
+    for part, numel in list(parts_of(scenario.architecture).items())[1:]:
+        counted = "parameters not known" if numel is None else f"{numel:,} parameters"
+        yield f"not simulated: {part}, {counted}"
+    if scenario.active < scenario.numel:
+        yield "supposed: experts get as many tokens as others"
+    yield "; ".join(["not counted: starting kernels, other jobs' traffic", *scenario.missing])
 
 
 def _supposed(cluster: Cluster) -> str:

@@ -45,13 +45,13 @@ def run(
         RuntimeError: a rank raised; names the first that did, with its error as the cause.
     """
     check_world_size(world_size)
-    world = _World(world_size, timeout * patience())
+    world = World(world_size, timeout)
     results: list[Any] = [None] * world_size
     failures: list[tuple[int, BaseException]] = []  # in order of time: list.append is atomic
 
     def one_rank(rank: int) -> None:
         try:
-            results[rank] = function(VirtualCollectives(world, rank), *args, **kwargs)
+            results[rank] = function(world.collectives(rank), *args, **kwargs)
         except BaseException as error:
             failures.append((rank, error))
             world.barrier.abort()  # the others wait for a rank that will not come
@@ -67,12 +67,27 @@ def run(
     return results
 
 
-class _World:
-    """What the ranks of one run share: a board to lay tensors on, a barrier, a mailbox for each pair."""
+class World:
+    """What the ranks of one group share: a board to lay tensors on, a barrier, a mailbox for each pair.
 
-    def __init__(self, size: int, timeout: float) -> None:
-        self.size, self.timeout = size, timeout
-        self.barrier = threading.Barrier(size, timeout=timeout)
+    `run` makes one of all its ranks. Others are for groups of these ranks, such as those of a node.
+
+    >>> nodes = [World(2), World(2)]
+    >>> def in_node(comm):
+    ...     node, place = divmod(comm.rank, 2)
+    ...     within = nodes[node].collectives(place)
+    ...     return [int(one) for one in within.all_gather(torch.tensor([comm.rank]))]
+    >>> run(in_node, world_size=4)
+    [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+    Args:
+        size: the number of ranks.
+        timeout: seconds for which a rank waits for the others in one call, times `patience()`.
+    """
+
+    def __init__(self, size: int, timeout: float = 3.0) -> None:
+        self.size, self.timeout = size, timeout * patience()
+        self.barrier = threading.Barrier(size, timeout=self.timeout)
         self.board: list[Any] = [None] * size
         self.mailboxes: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = {
             (src, dst): queue.SimpleQueue() for src in range(size) for dst in range(size)
@@ -80,11 +95,15 @@ class _World:
         # By number, the rank that rings and the one that listens.
         self.alarms: dict[tuple[int, int, int], deque[tuple[int, str]]] = {}
 
+    def collectives(self, rank: int) -> VirtualCollectives:
+        """What one rank of the group calls the others with."""
+        return VirtualCollectives(self, rank)
+
 
 class VirtualCollectives(Observable):
     """The `Collectives` of one virtual rank. Calls are complete when they return."""
 
-    def __init__(self, world: _World, rank: int) -> None:
+    def __init__(self, world: World, rank: int) -> None:
         super().__init__()
         self.world, self.rank, self.world_size = world, rank, world.size
         self.control_device = torch.device("cpu")

@@ -77,8 +77,9 @@ def _words(found: Compared, model: str) -> str:
     on = f"{model} on {ranks:,} rank{'s' if ranks > 1 else ''} of {scenario.cluster.name}, {batch}: "
     if found.fastest is None or found.behind is None:
         leanest = min(found.runs.values(), key=lambda run: run.peak_bytes)
-        held = f"The leanest way needs {short_bytes(leanest.peak_bytes)}"
-        return f"{on}no way surely fits. {held}{MEMORY_VERDICTS[leanest.fits]} Advice: {BEYOND}."
+        held = f"The leanest way needs {short_bytes(leanest.peak_bytes)}{MEMORY_VERDICTS[leanest.fits]}"
+        end = BEYOND if leanest.fits is False else f"try it, keep fewer activations, or go {BEYOND}"
+        return f"{on}no way surely fits. {held} Advice: {end}."
     advised, fastest = found.runs[advice.name], found.runs[found.fastest]
     took = f"an update takes {short_time(advised.iteration_ms)} in {short_bytes(advised.peak_bytes)}"
     if advice.name == found.fastest:

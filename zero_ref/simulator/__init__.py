@@ -3,8 +3,13 @@
 It needs the standard library only, so it runs without torch, and inside a web page. Reading order:
 
 - `ledger`: bytes a rank holds, by stage and convention, and exactly for a partition;
-- `decoders`: the parameter shapes of Hugging Face's dense decoders, family by family;
-- `models`: the parameter shapes of published models, of a configuration, or of a module at hand;
+- `layers`: what activations and kernels of a model depend on, layer by layer;
+- `families`: how a family of decoders is described, as a table of tensors; `dense` has those whose blocks are
+  alike, `mixtures` the others, put together from `mixers` and `experts`; `towers` has vision towers;
+- `decoders`: the parameters and the layers of a model of one of these families;
+- `architectures`: what the simulator asks of a model, and GPT-2, Llama and an MLP;
+- `rules`: what each block is, as a configuration says; `configuration` reads one, or refuses it;
+- `models`: the parameter shapes of published models by name, or of a module at hand;
 - `activations`: what the forward pass keeps for the backward pass, with and without checkpointing;
 - `memory`: everything that a rank holds, item by item, on average and exactly for a partition;
 - `shortfall`: why that is more than 1/N of what one rank alone would hold;

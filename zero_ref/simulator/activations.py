@@ -4,16 +4,17 @@ ZeRO does not shard activations. They grow with the tokens that a rank computes 
 of ranks, so a rank that holds little of the model may still run out of memory.
 
 A GPT's are counted as published (Korthikanti et al., arXiv:2205.05198): dropout, biases, an MLP four times as
-wide. Those of other decoders are what autograd saves in a block of their kind (tests/test_activations.py).
+wide. Those of other decoders are what autograd saves in a block of their kind (tests/test_activations.py). Of
+experts, each is given as many tokens as any other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_name
-from zero_ref.simulator.models import Transformer, outputs_of
+from zero_ref.simulator.architectures import Transformer, outputs_of
+from zero_ref.simulator.layers import Kept, Layer, Matrix
 
 CHECKPOINTING: dict[str, str] = {
     "none": "everything is kept",
@@ -27,42 +28,23 @@ OF_THE_PAPER = ("none", "selective", "full")
 """Those that Korthikanti et al. name. The two others are torchtitan's."""
 
 
-class Kept(NamedTuple):
-    """A tensor that autograd keeps of a block.
-
-    Args:
-        numel: elements for each token.
-        role: "input" of the block; "stream", its sum with attention's result; "product", the result of a
-            matrix product; "operand", what is computed from these for the next product; "pointwise", what no
-            product reads, so that a compiler computes it again where it is read; "attention", its result;
-            "scores" of it; "statistics" of norms and attention; "mask" of dropout.
-        nbytes: of an element; 0 for those of the model's dtype.
-    """
-
-    name: str
-    numel: int
-    role: str
-    nbytes: int = 0
-
-
-class Matrix(NamedTuple):
-    """A weight of a block that the activations are multiplied with."""
-
-    name: str
-    inputs: int
-    outputs: int
-
-
-def matrices(architecture: Transformer) -> list[Matrix]:
+def matrices(layer: Transformer | Layer) -> list[Matrix]:
     """The weights of a block's products, in the order of forward.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
     >>> [(one.name, one.outputs) for one in matrices(TRANSFORMERS["llama3-8b"])]
     [('query', 4096), ('key', 1024), ('value', 1024), ('out', 4096), ('gate', 14336), ('up', 14336),
      ('down', 4096)]
+
+    Of blocks that have tables of their own (`mixtures`), the order is that of registration, and experts that
+    not all tokens go to are left out.
     """
-    width, hidden, kind = architecture.width, architecture.hidden, architecture.kind
-    query, key = _heads_widths(architecture)
+    if not isinstance(layer, Layer) and len(layer.layers) == 1:
+        (layer,) = layer.layers
+    if isinstance(layer, Layer) and not (layer.mixed is None and layer.mlp is None and layer.has_mlp):
+        return [one for one in layer.products if one.copies == 1]
+    width, hidden, kind = layer.width, layer.hidden, layer.kind
+    query, key = _heads_widths(layer)
     attention = [("query, key, value", query + 2 * key)]
     if not kind.fused_qkv:
         attention = [("query", query), ("key", key), ("value", key)]
@@ -77,15 +59,12 @@ def matrices(architecture: Transformer) -> list[Matrix]:
     ]
 
 
-def _heads_widths(architecture: Transformer) -> tuple[int, int]:
+def _heads_widths(layer: Transformer | Layer) -> tuple[int, int]:
     """The width of all query heads together, and of all key heads."""
-    return (
-        architecture.heads * architecture.head_width,
-        architecture.key_value_heads * architecture.head_width,
-    )
+    return layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
 
 
-def kept_of_block(architecture: Transformer, sequence: int, *, flash_attention: bool) -> list[Kept]:
+def kept_of_block(layer: Transformer | Layer, sequence: int, *, flash_attention: bool) -> list[Kept]:
     """What autograd keeps of one block for each token, if nothing is computed again.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
@@ -94,46 +73,74 @@ def kept_of_block(architecture: Transformer, sequence: int, *, flash_attention: 
     168072
 
     Args:
+        layer: of a model; or a model whose blocks are alike.
         sequence: tokens in a sequence, which scores are as wide as.
         flash_attention: scores are not stored, but a statistic of each head.
     """
-    width, hidden, kind = architecture.width, architecture.hidden, architecture.kind
-    query, key = _heads_widths(architecture)
-    heads = architecture.heads
+    if not isinstance(layer, Layer):
+        (layer,) = layer.layers
+    width, kind = layer.width, layer.kind
     kept = [Kept("input", width, "input")]
+    if layer.attended:
+        kept += _kept_of_mixer(layer, sequence, flash_attention)
+    if layer.attended and layer.has_mlp and not kind.parallel:
+        kept.append(Kept("stream", width, "stream"))
+    if layer.has_mlp:
+        kept += _kept_of_mlp(layer)
+    if kind.dropout:
+        kept = [one for one in kept if one.role != "statistics"]  # the published formula leaves them out
+    return kept
+
+
+def _kept_of_mixer(layer: Layer, sequence: int, flash_attention: bool) -> list[Kept]:
+    """From the first norm to the sum with the stream."""
+    width, kind, heads = layer.width, layer.kind, layer.heads
+    query, key = _heads_widths(layer)
+    kept: list[Kept] = []
     if kind.pre_norms:
         kept += [Kept("normed", width, "operand"), Kept("norm", 1, "statistics", 4)]
-    if kind.qk_norms:
-        kept += [
-            Kept("query and key before the norm", query + key, "product"),
-            Kept("norms of heads", heads + architecture.key_value_heads, "statistics", 4),
-        ]
-    kept += [Kept("query", query, "product"), Kept("key", key, "product"), Kept("value", key, "product")]
-    if flash_attention:
+    if layer.mixed is not None:
+        kept += layer.mixed
+    else:
+        if kind.qk_norms:
+            kept += [
+                Kept("query and key before the norm", query + key, "product"),
+                Kept("norms of heads", heads + layer.key_value_heads, "statistics", 4),
+            ]
+        kept += [Kept("query", query, "product"), Kept("key", key, "product"), Kept("value", key, "product")]
+    if heads and flash_attention:
         kept.append(Kept("attention", heads, "statistics", 4))
     elif kind.dropout:
         kept.append(Kept("scores, before dropout and after, and mask", 5 * heads * sequence, "scores", 1))
-    else:
+    elif heads:
         kept.append(Kept("scores", heads * sequence, "scores"))
         kept.append(Kept("key and value for each head", 2 * (query - key), "scores"))
-    kept.append(Kept("attended", query, "attention"))
+    kept.append(Kept("attended", layer.attended, "attention"))
+    kept += layer.after
     if kind.dropout:
         kept.append(Kept("dropout of attention", width, "mask", 1))
     if kind.post_norms:
         kept += [Kept("out", width, "product"), Kept("norm of out", 1, "statistics", 4)]
-    if not kind.parallel:
-        kept.append(Kept("stream", width, "stream"))
-    if kind.pre_norms == 2:
+    return kept
+
+
+def _kept_of_mlp(layer: Layer) -> list[Kept]:
+    """From its norm to the sum with the stream."""
+    width, hidden, kind = layer.width, layer.hidden, layer.kind
+    kept: list[Kept] = []
+    if kind.pre_norms == 2 or (kind.pre_norms and not layer.attended):
         kept += [Kept("normed for the MLP", width, "operand"), Kept("norm", 1, "statistics", 4)]
-    kept += [Kept("gate", hidden, "product")] * kind.gated
-    kept += [Kept("up", hidden, "product")]
-    kept += [Kept("activation", hidden, "pointwise" if kind.gated else "operand")]
-    kept += [Kept("gated", hidden, "operand")] * kind.gated
+    if layer.mlp is not None:
+        kept += layer.mlp
+    else:
+        kept += [Kept("gate", hidden, "product")] * kind.gated
+        kept += [Kept("up", hidden, "product")]
+        kept += [Kept("activation", hidden, "pointwise" if kind.gated else "operand")]
+        kept += [Kept("gated", hidden, "operand")] * kind.gated
     if kind.post_norms:
         kept += [Kept("down", width, "product"), Kept("norm of down", 1, "statistics", 4)]
     if kind.dropout:
         kept.append(Kept("dropout of the MLP", width, "mask", 1))
-        kept = [one for one in kept if one.role != "statistics"]  # the published formula leaves them out
     return kept
 
 
@@ -207,48 +214,51 @@ def activations(
     """
     check_name("checkpointing", checkpointing, CHECKPOINTING)
     sequence = _tokens_of_sequence(architecture, batch, sequence)
-    tokens, depth, kind = sequence * batch, architecture.depth, architecture.kind
-    width, outputs = architecture.width, outputs_of(architecture)
+    tokens, layers, width = sequence * batch, architecture.layers, architecture.width
+    outputs = outputs_of(architecture)
 
-    def of_block(flash: bool) -> int:
-        kept = kept_of_block(architecture, sequence, flash_attention=flash)
+    def of_block(layer: Layer, flash: bool) -> int:
+        kept = kept_of_block(layer, sequence, flash_attention=flash)
         numels = (
             (one.numel, one.nbytes or itemsize) for one in kept if not compiled or one.role != "pointwise"
         )
         return tokens * sum(numel * nbytes for numel, nbytes in numels)
 
-    whole, input_of_block = of_block(flash_attention or checkpointing != "none"), tokens * width * itemsize
-    blocks, again = depth * whole, 0
+    input_of_block, depth = tokens * width * itemsize, architecture.depth
+    wholes = [of_block(layer, flash_attention or checkpointing != "none") for layer in layers]
+    blocks, again = sum(layer.number * whole for layer, whole in zip(layers, wholes)), 0
     if checkpointing == "full":
-        blocks, again = depth * input_of_block, of_block(flash_attention) - input_of_block
+        blocks = depth * input_of_block
+        again = max(of_block(layer, flash_attention) for layer in layers) - input_of_block
     elif checkpointing == "every-other-block":
+        # Of unlike blocks, every other one is on average.
         shrunk = depth // 2
-        blocks -= shrunk * (whole - input_of_block)
-        again = whole - input_of_block if shrunk else 0
+        blocks -= (blocks - depth * input_of_block) * shrunk // depth
+        again = max(wholes) - input_of_block if shrunk else 0
     elif checkpointing == "by-operation":
-        one = _kept_by_operation(architecture, tokens, itemsize, compiled)
-        blocks, again = depth * one, max(whole - one, 0)
-    of_norm = 2 * width * itemsize + (
-        width if kind.dropout else 4
-    )  # a mask of the embedding's, or a statistic
+        ones = [_kept_by_operation(layer, tokens, itemsize, compiled) for layer in layers]
+        blocks = sum(layer.number * one for layer, one in zip(layers, ones))
+        again = max(0, *(whole - one for whole, one in zip(wholes, ones)))
+    dropout = any(layer.kind.dropout for layer in layers)
+    of_norm = 2 * width * itemsize + (width if dropout else 4)  # a mask of the embedding's, or a statistic
     of_logit, in_loss = (itemsize, itemsize) if fused_loss else (loss_itemsize, 2 * loss_itemsize)
+    inside = max((1 + layer.kind.gated) * layer.hidden + layer.moved for layer in layers)
     return Activations(
         blocks,
         head=tokens * (of_norm + of_logit * outputs),
         loss=tokens * in_loss * outputs,
         again=again,
-        gradients=tokens * itemsize * (2 * width + (1 + kind.gated) * architecture.hidden),
+        gradients=tokens * itemsize * (2 * width + inside),
     )
 
 
-def _kept_by_operation(architecture: Transformer, tokens: int, itemsize: int, compiled: bool) -> int:
+def _kept_by_operation(layer: Layer, tokens: int, itemsize: int, compiled: bool) -> int:
     """The input of a block, attention's result and those of every other product, the first one included."""
-    listed = matrices(architecture)[::2]
-    if compiled and not architecture.kind.post_norms:
+    listed = matrices(layer)[::2]
+    if compiled and not layer.kind.post_norms:
         listed = [one for one in listed if one.name != "down"]  # nothing in backward reads it
-    query, _ = _heads_widths(architecture)
-    numel = architecture.width + query + sum(one.outputs for one in listed)
-    return tokens * (numel * itemsize + 4 * architecture.heads)
+    numel = layer.width + layer.attended + sum(one.outputs for one in listed)
+    return tokens * (numel * itemsize + 4 * layer.heads)
 
 
 def activation_bytes(

@@ -125,7 +125,8 @@ class Device:
     """What one rank computes with.
 
     Args:
-        tflops: 10^12 operations a second, at the peak, in the dtype that the model is trained in.
+        tflops: 10^12 operations a second, at the peak, in the dtype that the model is trained in; of a
+            preset, in 16 bits.
         reached: the share of `tflops` that large matrix products reach; that a whole training reaches, where
             `memory_reached` is None.
         memory_gb: 10^9 bytes of memory; None where it is not known.
@@ -144,6 +145,7 @@ class Device:
         host_link_gb_per_s: 10^9 bytes a second between the device and its share of the host's memory, in each
             direction; None where no state can be offloaded.
         host_memory_gb_per_s: 10^9 bytes a second that its share of the host reads or writes.
+        peaks: `tflops` by dtype, and "tf32"; empty where they are not known.
     Raises:
         ValueError: a figure that is not above 0, or a share above 1.
     """
@@ -162,6 +164,7 @@ class Device:
     library_gb: float = 0.0
     host_link_gb_per_s: float | None = None
     host_memory_gb_per_s: float | None = None
+    peaks: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_number(f"{self.name}: tflops", self.tflops, above=True)
@@ -175,12 +178,27 @@ class Device:
         for name in ("host_link_gb_per_s", "host_memory_gb_per_s"):
             if getattr(self, name) is not None:
                 check_number(f"{self.name}: {name}", getattr(self, name), above=True)
+        for name, peak in self.peaks.items():
+            check_number(f"{self.name}: the peak in {name}", peak, above=True)
         for name in ("reached", "attention_reached", "memory_reached"):
             share = getattr(self, name)
             if share is not None and not 0 < share <= 1:
                 raise ValueError(
                     f"{self.name}: {name} is a share of the peak, above 0 up to 1, got {share:g}."
                 )
+
+    def in_dtype(self, dtype: str) -> Device:
+        """The device as it multiplies matrices of a dtype; the same one where its peak there is not known.
+
+        >>> h100 = cluster("h100-ib").device
+        >>> h100.in_dtype("float32").tflops, h100.in_dtype("bfloat16") is h100
+        (67, True)
+
+        Args:
+            dtype: a name, or "tf32" for float32 in tensor cores.
+        """
+        peak = self.peaks.get(dtype, self.tflops)
+        return self if peak == self.tflops else replace(self, tflops=peak)
 
     def compute_ms(self, flops: float, tensors: float = 0) -> float:
         """How long so many floating-point operations take, in forward and backward of so many tensors.

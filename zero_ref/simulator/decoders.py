@@ -1,31 +1,29 @@
-"""Dense decoders of Hugging Face, family by family: the names and shapes of their parameters.
+"""Decoders of Hugging Face: the parameters of a model of one of the families, and what its layers are.
 
-`models.from_config` reads a configuration of one of them. To add a family, add it to FAMILIES:
-tests/test_decoders.py builds it with transformers, and compares.
+`configuration.from_config` makes one from a configuration. The tables of the families are in `families`.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
+from zero_ref.simulator.dense import DENSE
+from zero_ref.simulator.families import Family
+from zero_ref.simulator.layers import BlockKind, Kept, Layer, ParamShape, is_of_experts, weights_of
+from zero_ref.simulator.mixtures import MIXTURES
+from zero_ref.simulator.towers import TOWERS
 
-class ParamShape(NamedTuple):
-    """A parameter's name and shape.
+FAMILIES: dict[str, Family] = {**DENSE, **MIXTURES}
+"""The families that are known, by the `model_type` of their configurations, beside gpt2.
 
-    >>> ParamShape("wte", (50257, 768)).numel
-    38597376
-    """
-
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+Source: the modules of transformers 5.24 (tests/test_decoders.py builds each, and compares names and shapes).
+"""
 
 
 class Head(NamedTuple):
@@ -56,274 +54,121 @@ class Head(NamedTuple):
         return (*body, *layer)
 
 
-class BlockKind(NamedTuple):
-    """What a transformer's block is made of, as far as its activations and its kernels depend on it.
+class Block(NamedTuple):
+    """One block of a model: the names of its mixer and its MLP in the family's tables.
 
     Args:
-        gated: the MLP has a gate: three matrices, not two.
-        dropout: of attention's scores and of both results, as GPT-2 has it.
-        pre_norms: how many norms of the residual stream there are whose results are multiplied by weights.
-        post_norms: how many results are normed before they are added to the stream.
-        qk_norms: queries and keys are normed.
-        parallel: attention and MLP begin with the same values.
-        rotary: queries and keys are rotated; positions have no embedding.
-        fused_qkv: queries, keys and values are one product.
-        fused_gate: gate and up are one product.
+        sizes: (symbol, size) of what is another size in this block than in the model.
     """
 
-    gated: bool = True
-    dropout: bool = False
-    pre_norms: int = 2
-    post_norms: int = 0
-    qk_norms: bool = False
-    parallel: bool = False
-    rotary: bool = True
-    fused_qkv: bool = False
-    fused_gate: bool = False
+    mixer: str = ""
+    mlp: str = ""
+    sizes: tuple[tuple[str, int], ...] = ()
 
 
-class Family(NamedTuple):
-    """The parameters of a family, and what a configuration may leave out.
-
-    A tensor is written as `name(rows,columns)`, and as `name(rows,columns)+option` with a bias, which it has
-    where the option is true, or always where no option follows the plus. The sizes are d, the width; h, of
-    the MLP; e, of a head; q and k, of all query and all key heads; qkv, of both and the values; hh, twice h;
-    v, the vocabulary.
+class Tower(NamedTuple):
+    """What brings images into the model.
 
     Args:
-        block: the tensors of a block, in registration order.
-        last: those behind the blocks, but for the head.
-        embedding, blocks: their names.
-        options: that add biases, and what they are where a configuration does not say.
-        fixed: options that change the parameters in another way, and the only value that is counted here.
-        head_width: of a configuration that does not say; None for the width divided by the heads.
-        key_value_heads: likewise; None for as many as heads, 0 where it must be said.
-        positions: likewise.
-        tied: likewise: the output head is the embedding.
-        head_bias: the output head has a bias.
-        kind: what a block is made of.
+        kind: a name in `towers.TOWERS`; one that is not there has parameters that are not known.
+        sizes: (symbol, size) for the symbols in its table.
+        options: those that are true.
     """
 
-    block: str
-    last: str = "norm(d)"
-    embedding: str = "model.embed_tokens"
-    blocks: str = "model.layers"
-    options: Mapping[str, bool] = {}
-    fixed: Mapping[str, Any] = {}
-    head_width: int | None = None
-    key_value_heads: int | None = None
-    positions: int = 4096
-    tied: bool = False
-    head_bias: bool = False
-    kind: BlockKind = BlockKind()
+    kind: str
+    sizes: tuple[tuple[str, int], ...] = ()
+    options: tuple[str, ...] = ()
+
+    @property
+    def before(self) -> tuple[ParamShape, ...]:
+        """The parameters that are registered before the language model's."""
+        return tuple(self._of(TOWERS[self.kind].before)) if self.kind in TOWERS else ()
+
+    @property
+    def behind(self) -> tuple[ParamShape, ...]:
+        """Those that are registered after the language model's."""
+        return tuple(self._of(TOWERS[self.kind].behind)) if self.kind in TOWERS else ()
+
+    def _of(self, parts: Iterable[tuple[str, str, str]]) -> Iterator[ParamShape]:
+        sizes = dict(self.sizes)
+        for name, count, written in parts:
+            tensors = list(tensors_of(written, sizes, self.options))
+            for number in range(sizes[count]) if count else [None]:
+                prefix = name if number is None else f"{name}.{number}"
+                yield from (ParamShape(f"{prefix}.{one.name}", one.shape) for one in tensors)
 
 
-_ATTENTION = (
-    "self_attn.q_proj(q,d)+attention_bias self_attn.k_proj(k,d)+attention_bias "
-    "self_attn.v_proj(k,d)+attention_bias self_attn.o_proj(d,q)+attention_bias "
-)
-_ATTENTION_PLAIN = _ATTENTION.replace("+attention_bias", "")
-_ATTENTION_QKV_BIAS = _ATTENTION.replace("o_proj(d,q)+attention_bias", "o_proj(d,q)")
-_GATED = "mlp.gate_proj(h,d)+mlp_bias mlp.up_proj(h,d)+mlp_bias mlp.down_proj(d,h)+mlp_bias "
-_GATED_PLAIN = _GATED.replace("+mlp_bias", "")
-_GATE_UP = "mlp.gate_up_proj(hh,d) mlp.down_proj(d,h) "
-_UP_DOWN = "mlp.up_proj(h,d)+mlp_bias mlp.down_proj(d,h)+mlp_bias "
-_NORMS = "input_layernorm(d) post_attention_layernorm(d) "
-_NORMS_BIAS = "input_layernorm(d)+ post_attention_layernorm(d)+ "
-_SANDWICH = _NORMS + "pre_feedforward_layernorm(d) post_feedforward_layernorm(d) "
-_POST_NORMS = "post_attention_layernorm(d) post_feedforward_layernorm(d) "
-_NORMS_OF_HEADS = "self_attn.q_norm(e) self_attn.k_norm(e) "
-_NORMS_OF_ALL = "self_attn.q_norm(q) self_attn.k_norm(k) "
-_NO_BIAS = {"attention_bias": False, "mlp_bias": False}
-_NO_ATTENTION_BIAS = {"attention_bias": False}
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(_ATTENTION + _GATED + _NORMS, options=_NO_BIAS, positions=2048),
-    "mistral": Family(_ATTENTION_PLAIN + _GATED_PLAIN + _NORMS, key_value_heads=0, positions=131072),
-    "ministral3": Family(
-        _ATTENTION_PLAIN + _GATED_PLAIN + _NORMS, head_width=128, key_value_heads=8, positions=262144
-    ),
-    "qwen2": Family(
-        _ATTENTION_QKV_BIAS.replace("attention_bias", "") + _GATED_PLAIN + _NORMS, positions=32768
-    ),
-    "qwen3": Family(
-        _ATTENTION + _NORMS_OF_HEADS + _GATED_PLAIN + _NORMS,
-        options=_NO_ATTENTION_BIAS,
-        head_width=128,
-        positions=32768,
-        kind=BlockKind(qk_norms=True),
-    ),
-    "gemma": Family(
-        _ATTENTION + _GATED_PLAIN + _NORMS,
-        options=_NO_ATTENTION_BIAS,
-        head_width=256,
-        key_value_heads=16,
-        positions=8192,
-        tied=True,
-    ),
-    "gemma2": Family(
-        _ATTENTION + _GATED_PLAIN + _SANDWICH,
-        options=_NO_ATTENTION_BIAS,
-        head_width=256,
-        key_value_heads=4,
-        positions=8192,
-        tied=True,
-        kind=BlockKind(post_norms=2),
-    ),
-    "gemma3_text": Family(
-        _ATTENTION + _NORMS_OF_HEADS + _GATED_PLAIN + _SANDWICH,
-        options=_NO_ATTENTION_BIAS,
-        head_width=256,
-        key_value_heads=4,
-        positions=131072,
-        tied=True,
-        kind=BlockKind(post_norms=2, qk_norms=True),
-    ),
-    "phi": Family(
-        _ATTENTION.replace("attention_bias", "").replace("o_proj", "dense")
-        + "mlp.fc1(h,d)+ mlp.fc2(d,h)+ input_layernorm(d)+",
-        last="final_layernorm(d)+",
-        fixed={"qk_layernorm": False},
-        positions=2048,
-        head_bias=True,
-        kind=BlockKind(gated=False, pre_norms=1, parallel=True),
-    ),
-    "phi3": Family(
-        "self_attn.o_proj(d,q) self_attn.qkv_proj(qkv,d) " + _GATE_UP + _NORMS,
-        positions=4096,
-        kind=BlockKind(fused_qkv=True, fused_gate=True),
-    ),
-    "olmo": Family(
-        _ATTENTION + _GATED_PLAIN,
-        last="",
-        options=_NO_ATTENTION_BIAS,
-        positions=2048,
-    ),
-    "olmo2": Family(
-        _ATTENTION + _NORMS_OF_ALL + _GATED_PLAIN + _POST_NORMS,
-        options=_NO_ATTENTION_BIAS,
-        positions=2048,
-        kind=BlockKind(pre_norms=0, post_norms=2, qk_norms=True),
-    ),
-    "olmo3": Family(
-        _ATTENTION + _NORMS_OF_ALL + _GATED_PLAIN + _POST_NORMS,
-        options=_NO_ATTENTION_BIAS,
-        positions=2048,
-        kind=BlockKind(pre_norms=0, post_norms=2, qk_norms=True),
-    ),
-    "starcoder2": Family(
-        _ATTENTION.replace("attention_bias", "use_bias")
-        + "mlp.c_fc(h,d)+use_bias mlp.c_proj(d,h)+use_bias "
-        + _NORMS_BIAS,
-        last="norm(d)+",
-        options={"use_bias": True},
-        key_value_heads=2,
-        positions=4096,
-        tied=True,
-        kind=BlockKind(gated=False),
-    ),
-    "gpt_neox": Family(
-        _NORMS_BIAS + "attention.query_key_value(qkv,d)+attention_bias attention.dense(d,q)+attention_bias "
-        "mlp.dense_h_to_4h(h,d)+ mlp.dense_4h_to_h(d,h)+",
-        last="final_layer_norm(d)+",
-        embedding="gpt_neox.embed_in",
-        blocks="gpt_neox.layers",
-        options={"attention_bias": True},
-        positions=2048,
-        kind=BlockKind(gated=False, parallel=True, fused_qkv=True),
-    ),
-    "granite": Family(_ATTENTION + _GATED + _NORMS, options=_NO_BIAS, positions=2048),
-    "stablelm": Family(
-        _ATTENTION_QKV_BIAS.replace("attention_bias", "use_qkv_bias") + _GATED_PLAIN + _NORMS_BIAS,
-        last="norm(d)+",
-        options={"use_qkv_bias": False},
-        fixed={"qk_layernorm": False, "use_parallel_residual": False},
-    ),
-    "smollm3": Family(
-        _ATTENTION + _GATED + _NORMS, options=_NO_BIAS, key_value_heads=4, positions=32768, tied=True
-    ),
-    "cohere": Family(
-        _ATTENTION + _GATED_PLAIN + "input_layernorm(d)",
-        options=_NO_ATTENTION_BIAS,
-        fixed={"use_qk_norm": False},
-        positions=8192,
-        tied=True,
-        kind=BlockKind(pre_norms=1, parallel=True),
-    ),
-    "cohere2": Family(
-        _ATTENTION + _GATED_PLAIN + "input_layernorm(d)",
-        options=_NO_ATTENTION_BIAS,
-        positions=8192,
-        tied=True,
-        kind=BlockKind(pre_norms=1, parallel=True),
-    ),
-    "glm": Family(
-        _ATTENTION_QKV_BIAS + _GATE_UP + _NORMS,
-        options={"attention_bias": True},
-        head_width=128,
-        key_value_heads=2,
-        positions=131072,
-        kind=BlockKind(fused_gate=True),
-    ),
-    "glm4": Family(
-        _ATTENTION_QKV_BIAS + _GATE_UP + _NORMS + "post_self_attn_layernorm(d) post_mlp_layernorm(d)",
-        options={"attention_bias": True},
-        head_width=128,
-        key_value_heads=2,
-        positions=131072,
-        kind=BlockKind(post_norms=2, fused_gate=True),
-    ),
-    "seed_oss": Family(
-        _ATTENTION_QKV_BIAS.replace("o_proj(d,q)", "o_proj(d,q)+attention_out_bias") + _GATED + _NORMS,
-        options={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
-        head_width=128,
-        key_value_heads=8,
-        positions=524288,
-    ),
-    "exaone4": Family(
-        _ATTENTION_PLAIN + _NORMS_OF_HEADS + _GATED_PLAIN + _POST_NORMS,
-        positions=2048,
-        kind=BlockKind(pre_norms=0, post_norms=2, qk_norms=True),
-    ),
-    "arcee": Family(_ATTENTION + _UP_DOWN + _NORMS, options=_NO_BIAS, kind=BlockKind(gated=False)),
-    "nemotron": Family(
-        _ATTENTION + _UP_DOWN + _NORMS_BIAS,
-        last="norm(d)+",
-        options=_NO_BIAS,
-        key_value_heads=0,
-        kind=BlockKind(gated=False),
-    ),
-}
-"""The families that are known, by the `model_type` of their configurations, beside gpt2.
-
-Source: the modules of transformers 5.24 (tests/test_decoders.py builds each, and compares names and shapes).
-"""
-
-MIXTURES = (
-    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "phimoe", "dbrx", "jamba"),
-    *("granitemoe", "gpt_oss", "llama4_text", "glm4_moe", "minimax", "ernie4_5_moe", "hunyuan_v1_moe"),
-)
-"""Model types of mixtures of experts, which are refused by name."""
+_TENSOR = re.compile(r"^(.+?)(\((.+)\)(\+?)(\w*)|\[(.+)\])$")
 
 
-_LINE = re.compile(r"^(.+)\((.+)\)(\+?)(\w*)$")
+def tensors_of(written: str, sizes: Mapping[str, int], options: Iterable[str] = ()) -> Iterator[ParamShape]:
+    """The parameters that a table of `families` writes.
+
+    >>> list(tensors_of("proj(2*h,d)+ experts.up[x,h,d]", {"d": 8, "h": 3, "x": 4}))
+    [ParamShape(name='proj.weight', shape=(6, 8)), ParamShape(name='proj.bias', shape=(6,)),
+     ParamShape(name='experts.up', shape=(4, 3, 8))]
+
+    Args:
+        sizes: by symbol.
+        options: those that are true.
+    """
+    for line in written.split():
+        name, _, dims, has_bias, option, bare = _TENSOR.findall(line)[0]
+        shape = tuple(value_of(size, sizes) for size in (dims or bare).split(","))
+        yield ParamShape(name if bare else f"{name}.weight", shape)
+        if has_bias and (not option or option in options):
+            yield ParamShape(f"{name}.bias", shape[:1])
+
+
+def value_of(written: str, sizes: Mapping[str, int]) -> int:
+    """A size: a number, a symbol, or a sum of products of these.
+
+    >>> value_of("2*q+g", {"q": 8, "g": 3})
+    19
+    """
+    total = 0
+    for product in written.split("+"):
+        factors = product.split("*")
+        total += math.prod(int(one) if one.isdecimal() else sizes[one] for one in factors)
+    return total
+
+
+_DIMS = re.compile(r"[(\[]([^()\[\]]*)[)\]]")
+_SYMBOL = re.compile(r"[a-z_]\w*")
+
+_KEPT = re.compile(r"^(.+)\((.+)\):(\w+?)(\d?)$")
+
+
+def _kept(written: str, sizes: Mapping[str, int]) -> tuple[Kept, ...]:
+    """What autograd keeps, as a table of `families` writes it; an underscore in a name is a space."""
+    found = (_KEPT.findall(line)[0] for line in written.split())
+    return tuple(
+        Kept(name.replace("_", " "), value_of(numel, sizes), role, int(nbytes or 0))
+        for name, numel, role, nbytes in found
+    )
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder of one of the FAMILIES.
+    """A decoder of one of the families.
 
     >>> Decoder("qwen2", width=8, depth=1, hidden=16, heads=2, key_value_heads=1, vocabulary=10).shapes()[1:3]
     (ParamShape(name='model.layers.0.self_attn.q_proj.weight', shape=(8, 8)),
      ParamShape(name='model.layers.0.self_attn.q_proj.bias', shape=(8,)))
 
     Args:
-        family: a name in FAMILIES.
-        hidden: width of the MLP.
+        family: a name in `families.FAMILIES`.
+        hidden: width of the MLP; where all blocks have experts, of one of these.
         head_dim: elements of a head; 0 for `width / heads`.
         tied: the output head is the embedding.
         options: of the family's, those that are true.
         head: in place of the output head over the vocabulary.
+        sizes: (symbol, size) of the family's further sizes.
+        blocks: what each block is; empty where the family has one kind of block only.
+        base: what the names of the body begin with; empty for the family's own.
+        tower: what brings images into the model. It is counted, and takes no part in training on text.
+        predicting_ahead: modules of multi-token prediction that a checkpoint has beside the model.
+            transformers builds none of them.
     """
 
     family: str
@@ -338,6 +183,11 @@ class Decoder:
     tied: bool = False
     options: tuple[str, ...] = ()
     head: Head | None = None
+    sizes: tuple[tuple[str, int], ...] = ()
+    blocks: tuple[Block, ...] = ()
+    base: str = ""
+    tower: Tower | None = None
+    predicting_ahead: int = 0
 
     @property
     def head_width(self) -> int:
@@ -347,34 +197,163 @@ class Decoder:
     @property
     def kind(self) -> BlockKind:
         """What a block is made of."""
-        return FAMILIES[self.family].kind
+        return self._family.kind
+
+    @property
+    def _family(self) -> Family:
+        return FAMILIES[self.family]
+
+    @property
+    def _blocks(self) -> tuple[Block, ...]:
+        return self.blocks or (Block(),) * self.depth
 
     def shapes(self) -> tuple[ParamShape, ...]:
         """All parameters, in registration order."""
-        family = FAMILIES[self.family]
-        base = family.blocks.rpartition(".")[0]
-        of_block = list(self._tensors(family.block))
+        if self.tower is None:
+            return self._language
+        return (*self.tower.before, *self._language, *self.tower.behind)
+
+    def language(self) -> tuple[ParamShape, ...]:
+        """Those of the language model, without a tower's."""
+        return self._language
+
+    @cached_property
+    def _language(self) -> tuple[ParamShape, ...]:
+        family, base = self._family, self.base or self._family.base
+        of_block = {block: self.tensors_of_block(block) for block in dict.fromkeys(self._blocks)}
         body = (
-            ParamShape(f"{family.embedding}.weight", (self.vocabulary, self.width)),
+            *(ParamShape(f"{base}.{name}", shape) for name, shape in self._tensors(family.embedding)),
             *(
-                ParamShape(f"{family.blocks}.{number}.{name}", shape)
-                for number in range(self.depth)
-                for name, shape in of_block
+                ParamShape(f"{base}.{family.layers}.{number}.{name}", shape)
+                for number, block in enumerate(self._blocks)
+                for name, shape in of_block[block]
             ),
             *(ParamShape(f"{base}.{name}", shape) for name, shape in self._tensors(family.last)),
         )
         if self.head is not None:
             return self.head.behind(body, self.width)
-        head = list(self._tensors("lm_head(v,d)+" if family.head_bias else "lm_head(v,d)"))
+        head = list(self._tensors(f"{self._head_name}(v,d){family.head_bias}"))
         return (*body, *head[self.tied :])
 
-    def _tensors(self, written: str) -> Iterator[ParamShape]:
-        query, key = self.heads * self.head_width, self.key_value_heads * self.head_width
-        sizes = {"d": self.width, "h": self.hidden, "hh": 2 * self.hidden, "v": self.vocabulary}
-        sizes |= {"e": self.head_width, "q": query, "k": key, "qkv": query + 2 * key}
-        for line in written.split():
-            name, dims, has_bias, option = _LINE.findall(line)[0]
-            shape = tuple(sizes[size] for size in dims.split(","))
-            yield ParamShape(f"{name}.weight", shape)
-            if has_bias and (not option or option in self.options):
-                yield ParamShape(f"{name}.bias", shape[:1])
+    @property
+    def _head_name(self) -> str:
+        known = self.tower is not None and self.tower.kind in TOWERS
+        return TOWERS[self.tower.kind].head if self.tower is not None and known else "lm_head"
+
+    def symbols(self) -> set[str]:
+        """The further sizes that the tables of this model name, and that no block has of its own."""
+        family, needed = self._family, set[str]()
+        known = set(self._sizes_in())
+        tables: list[tuple[Block | None, str]] = [(None, family.embedding), (None, family.last)]
+        for block in dict.fromkeys(self._blocks):
+            mixer, mlp = family.mixers[block.mixer], family.mlps[block.mlp]
+            kept = (mixer.kept or "", mixer.after, mlp.kept or "")
+            sums = (*mixer.scores, mixer.attended, mixer.rotated, mlp.width, mlp.moved)
+            written = (family.block, mixer.tensors, mlp.tensors, *kept, *(f"({one})" for one in sums))
+            tables += [(block, table) for table in written]
+        for of_block, table in tables:
+            inside = set(_SYMBOL.findall(" ".join(_DIMS.findall(table))))
+            needed |= inside - known - {symbol for symbol, _ in (of_block.sizes if of_block else ())}
+        return needed
+
+    def tensors_of_block(self, block: Block) -> tuple[ParamShape, ...]:
+        """The parameters of a block, without the names of what it is in."""
+        family = self._family
+        mixer, mlp = family.mixers[block.mixer], family.mlps[block.mlp]
+        written = family.block.format(mixer=mixer.tensors, mlp=mlp.tensors)
+        return tuple(self._tensors(written, block))
+
+    def _tensors(self, written: str, block: Block | None = None) -> Iterator[ParamShape]:
+        return tensors_of(written, self._sizes_in(block), self.options)
+
+    def _sizes_in(self, block: Block | None = None) -> dict[str, int]:
+        """All sizes by symbol, in a block."""
+        sizes = {"d": self.width, "h": self.hidden, "v": self.vocabulary, "n": self.depth}
+        sizes |= {"a": self.heads, "g": self.key_value_heads, "e": self.head_width, "window": 0}
+        sizes |= dict(self.sizes) | dict(block.sizes if block else ())
+        query, key = sizes["a"] * sizes["e"], sizes["g"] * sizes["e"]
+        return {"q": query, "k": key, "qkv": query + 2 * key, "hh": 2 * sizes["h"]} | sizes
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """The kinds of blocks, and how many there are of each."""
+        return tuple(self._layer(block, count) for block, count in Counter(self._blocks).items())
+
+    def _layer(self, block: Block, count: int) -> Layer:
+        family, sizes = self._family, self._sizes_in(block)
+        mixer, mlp = family.mixers[block.mixer], family.mlps[block.mlp]
+        heads, head_width, value_width = (value_of(size, sizes) for size in mixer.scores or ("0",) * 3)
+        share = sizes["c"] / sizes["x"] if "x" in sizes else 1.0
+        products, last, biased, layer_norms = weights_of(self.tensors_of_block(block), share)
+        return Layer(
+            self.width,
+            count,
+            family.kind,
+            value_of(mlp.width, sizes),
+            heads,
+            sizes["g"],
+            head_width,
+            value_width,
+            sizes["window"],
+            mixed=None if mixer.kept is None else _kept(mixer.kept, sizes),
+            attended=value_of(mixer.attended, sizes),
+            after=_kept(mixer.after, sizes),
+            rotated=value_of(mixer.rotated, sizes) if family.kind.rotary else 0,
+            mlp=None if mlp.kept is None else _kept(mlp.kept, sizes),
+            moved=value_of(mlp.moved, sizes),
+            products=products,
+            last=last,
+            biased=biased,
+            layer_norms=layer_norms,
+            missing=tuple(words for words in (mixer.missing, mlp.missing) if words),
+        )
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What is not counted in the activations and the time of training on text, for people."""
+        listed = (words for layer in self.layers for words in layer.missing)
+        return tuple(dict.fromkeys(listed))
+
+    @cached_property
+    def active(self) -> int:
+        """The parameters of the language model that a token goes through: of experts those it is sent to.
+
+        The embedding counts whole, of which a token takes one row.
+        """
+        sizes = self._sizes_in()
+        inside = sum(param.numel for param in self._language if is_of_experts(param.name))
+        outside = sum(param.numel for param in self._language) - inside
+        return outside + (inside * sizes["c"] // sizes["x"] if inside else 0)
+
+    def parts(self) -> dict[str, int | None]:
+        """Parameters by what they are part of; None where their number is not known.
+
+        >>> sizes = {"width": 8, "depth": 1, "hidden": 16, "heads": 2, "key_value_heads": 1, "vocabulary": 10}
+        >>> Decoder("mimo", **sizes, predicting_ahead=1).parts()
+        {'language model': 776, 'multi-token prediction': 760}
+
+        Modules of multi-token prediction are in checkpoints only: transformers does not build them.
+        """
+        found: dict[str, int | None] = {"language model": sum(param.numel for param in self._language)}
+        if self.tower is not None:
+            of_tower = (*self.tower.before, *self.tower.behind)
+            known = self.tower.kind in TOWERS
+            found["vision tower"] = sum(one.numel for one in of_tower) if known else None
+        if self.predicting_ahead:
+            found["multi-token prediction"] = self.ahead(self.predicting_ahead)
+        return found
+
+    def ahead(self, modules: int = 1) -> int | None:
+        """The parameters of modules of multi-token prediction; None where the family's are not known.
+
+        Embedding and output head are the model's own.
+        """
+        if self._family.ahead is None:
+            return None
+        beside, mixer, mlp = self._family.ahead
+        # Its block is as the last one of the model that is made of these.
+        alike = [block for block in self._blocks if block.mlp == mlp and mixer in ("", block.mixer)]
+        if not alike:
+            return None
+        own = (*self._tensors(beside), *self.tensors_of_block(alike[-1]))
+        return modules * sum(param.numel for param in own)

@@ -9,14 +9,15 @@ and the length of the sequences.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_name
+from zero_ref.simulator.architectures import Transformer, outputs_of, trained
 from zero_ref.simulator.cluster import Device
-from zero_ref.simulator.models import ParamShape, Transformer, blocks, outputs_of
+from zero_ref.simulator.layers import Layer, Matrix
 
 
 class Product(NamedTuple):
@@ -223,22 +224,30 @@ def touched_by_token(architecture: Transformer, costs: Costs) -> Touched:
     >>> touched_by_token(TRANSFORMERS["llama3-8b"], EAGER)
     Touched(forward=606208.0, backward=1089536.0)
     """
-    kind, width = architecture.kind, architecture.width
-    # The families with a gate have RMSNorms, the others LayerNorms.
-    norm = costs.rms_norm if kind.gated else costs.layer_norm
+    layers = [(layer.number, _touched_in(layer, costs)) for layer in architecture.layers]
+    depth = architecture.depth
+    forward, backward = (sum(count * of_block[way] for count, of_block in layers) / depth for way in (0, 1))
+    return Touched(forward, backward)
+
+
+def _touched_in(layer: Layer, costs: Costs) -> Touched:
+    """The same of one kind of block."""
+    kind, width = layer.kind, layer.width
+    norm = costs.layer_norm if layer.layer_norms else costs.rms_norm
     function = costs.gate if kind.gated else costs.activation
-    queries = architecture.head_width * architecture.heads
-    rotated = queries + architecture.head_width * architecture.key_value_heads
-    norms, uses = kind.pre_norms + kind.post_norms, 2 + kind.gated
-    biased = _biased(architecture) / architecture.depth
+    halves = (layer.attended > 0) + layer.has_mlp
+    norms = min(kind.pre_norms, halves) + kind.post_norms if halves else 0
+    uses = 2 * (layer.attended > 0) + kind.gated * layer.has_mlp
+    normed = layer.heads * layer.head_width + layer.key_value_heads * layer.head_width
     return Touched(
         *(
-            width * (norms * norm[way] + 2 * costs.add[way] + uses * costs.again[way])
-            + 2 * width * kind.dropout * costs.dropout[way]
-            + biased * costs.bias[way]
-            + queries * costs.layout[way]
-            + rotated * (kind.rotary * costs.rotary[way] + kind.qk_norms * norm[way])
-            + architecture.hidden * float(function[way])
+            width * (norms * norm[way] + halves * costs.add[way] + uses * costs.again[way])
+            + halves * width * kind.dropout * costs.dropout[way]
+            + layer.biased * costs.bias[way]
+            + (layer.attended + layer.moved) * costs.layout[way]
+            + layer.rotated * kind.rotary * costs.rotary[way]
+            + normed * kind.qk_norms * norm[way]
+            + layer.hidden * float(function[way])
             for way in (0, 1)
         )
     )
@@ -309,21 +318,23 @@ def kernels(
     again, costs = recomputed(checkpointing), COMPILED if compiled else EAGER
     flash = checkpointing != "none"  # as `activations` has it
     tokens, depth, outputs = batch * sequence, architecture.depth, outputs_of(architecture)
-    shapes = architecture.shapes()
-    in_blocks = Counter(_products_of(shapes))
-    short, long = sorted((architecture.width, architecture.hidden))  # of a block's last product
     of_block = touched_by_token(architecture, costs)
     scale = itemsize / 2
 
-    products = tuple(Product(tokens, k, n, times) for (k, n), times in in_blocks.items())
-    matrices = Pass(products, 0.0, 0.0, itemsize)
+    def products(of: Callable[[Layer], Iterable[Matrix]]) -> Pass:
+        return Pass(_products(architecture, tokens, of), 0.0, 0.0, itemsize)
+
+    matrices = products(lambda layer: layer.products)
     attention, attention_back = _attention(architecture, batch, sequence, costs.scores, itemsize, flash)
     body = matrices.plus(attention).touching(scale * tokens * depth * of_block.forward)
-    last = Pass((Product(tokens, short, long, depth),), 0.0, 0.0, itemsize)
+    last = products(lambda layer: layer.last)
     # The mask of a dropout behind the last product has to be made again, and so has the product.
     of_last = 1.0 if again.last == 0 < again.products and architecture.kind.dropout else again.last
     computed_again = body.times(again.products, attention=again.attention, touched=again.touched)
     computed_again = computed_again.plus(last.times(of_last - again.products)).times(again.blocks)
+    if checkpointing == "by-operation":  # which keeps no results of experts
+        of_experts = products(lambda layer: (one for one in layer.products if one.copies > 1))
+        computed_again = computed_again.plus(of_experts.times(1 - again.products))
     back = matrices.times(2).plus(attention_back).touching(scale * tokens * depth * of_block.backward)
     back = back.plus(computed_again)
 
@@ -333,19 +344,19 @@ def kernels(
     )
     head = Pass((product,), 0.0, of_head, itemsize)
     back = back.plus(Pass((product._replace(times=2 * product.times),), 0.0, of_loss, itemsize))
-    return Kernels(body.plus(head), back, sum(param.numel for param in shapes))
+    return Kernels(body.plus(head), back, sum(param.numel for param in trained(architecture)))
 
 
-def _biased(architecture: Transformer) -> int:
-    """Elements of the biases of all linear layers in blocks: so many have their results for each token."""
-    listed = architecture.shapes()
-    inside = (listed[number] for unit in blocks(listed)[1:] for number in unit)
-    names = ((param.name.split("."), param.numel) for param in inside)
-    return sum(numel for (*_, layer, last), numel in names if last == "bias" and not _is_norm(layer))
-
-
-def _is_norm(layer: str) -> bool:
-    return "norm" in layer or layer.startswith("ln_")
+def _products(
+    architecture: Transformer, tokens: int, of: Callable[[Layer], Iterable[Matrix]]
+) -> tuple[Product, ...]:
+    """The products of some weights of all blocks. An expert has its share of the tokens."""
+    times = Counter[tuple[int, int, int]]()
+    for layer in architecture.layers:
+        for one in of(layer):
+            short, long = sorted((one.inputs, one.outputs))
+            times[max(1, round(one.share * tokens)), short, long] += one.copies * layer.number
+    return tuple(Product(*lengths, count) for lengths, count in times.items())
 
 
 def recomputed(checkpointing: str) -> Recomputed:
@@ -371,23 +382,18 @@ def _attention(
     Flash attention skips what the causal mask hides. Else whole squares are multiplied, and every score is
     read and written several times.
     """
-    heads = batch * architecture.heads * architecture.depth
-    if flash:
-        flops = 4.0 * heads * architecture.head_width * sequence * (sequence + 1) / 2
-        return Pass((), flops, 0.0, itemsize), Pass((), BACKWARD_OF_FLASH * flops, 0.0, itemsize)
-    square = Product(sequence, architecture.head_width, sequence, 2.0 * heads)
-    forward, backward = (itemsize / 2 * nbytes * heads * sequence**2 for nbytes in scores)
-    return (
-        Pass((square,), 0.0, forward, itemsize),
-        Pass((square._replace(times=4.0 * heads),), 0.0, backward, itemsize),
-    )
-
-
-def _products_of(shapes: Iterable[ParamShape]) -> Iterable[tuple[int, int]]:
-    """The lengths of the matrices in all blocks, the shorter one first."""
-    listed = tuple(shapes)
-    for unit in blocks(listed)[1:]:
-        for number in unit:
-            if len(listed[number].shape) == 2:
-                short, long = sorted(listed[number].shape)
-                yield short, long
+    forward, backward = Pass((), 0.0, 0.0, itemsize), Pass((), 0.0, 0.0, itemsize)
+    for layer in architecture.layers:
+        heads, widths = batch * layer.heads * layer.number, layer.head_width + layer.value_width
+        if flash:
+            flops = 2.0 * heads * widths * layer.pairs(sequence)
+            forward = forward.plus(Pass((), flops, 0.0, itemsize))
+            backward = backward.plus(Pass((), BACKWARD_OF_FLASH * flops, 0.0, itemsize))
+        elif heads:
+            for width in (layer.head_width, layer.value_width):
+                square = Product(sequence, width, sequence, float(heads))
+                forward = forward.plus(Pass((square,), 0.0, 0.0, itemsize))
+                backward = backward.plus(Pass((square._replace(times=2.0 * heads),), 0.0, 0.0, itemsize))
+            touched = (itemsize / 2 * nbytes * heads * sequence**2 for nbytes in scores)
+            forward, backward = (one.touching(more) for one, more in zip((forward, backward), touched))
+    return forward, backward

@@ -18,30 +18,44 @@ Source: pytorch/pytorch, issue 107667 (some 300 MB with lazy loading); NVIDIA/nc
 group of A100s with NVLink).
 """
 
+PEAKS: dict[str, dict[str, float]] = {
+    # Dense 10^12 operations a second of matrix products, sums in 32 bits. "float32" is what torch computes in
+    # unless TF32 is asked for (torch.set_float32_matmul_precision). A V100 has no TF32 and no bfloat16; where
+    # a dtype is missing, a device's `tflops` stands.
+    # H100 SXM data sheet, whose tensor figures are with sparsity, twice these; A100 data sheet; V100 data
+    # sheet (NVLink); Ada GPU architecture whitepaper, appendix A.
+    "V100 32 GB": {"float16": 125, "float32": 15.7},
+    "A100 80 GB": {"float16": 312, "bfloat16": 312, "tf32": 156, "float32": 19.5},
+    "H100 80 GB": {"float16": 989, "bfloat16": 989, "tf32": 494.5, "float32": 67, "fp8": 1979},
+    "H100 96 GB": {"float16": 989, "bfloat16": 989, "tf32": 494.5, "float32": 67, "fp8": 1979},
+    "RTX 4090": {"float16": 165, "bfloat16": 165, "tf32": 82.6, "float32": 82.6, "fp8": 330},
+}
+"""Peaks of GPUs by dtype."""
+
 DEVICES: dict[str, dict[str, Any]] = {
     # reached and product_passes of A100 and H100 are fitted to published runs, as in tests/test_constants.py;
     # the other cards are supposed to be like the A100. attention_reached: FlashAttention-2 (arXiv:2307.08691)
     # reaches 50 to 73% of an A100's peak, and 335 TFLOPS on an H100; a V100's is supposed. memory_reached is
     # supposed: with 0.8 or 0.95 and other passes the runs are met as well.
     "V100 32 GB": {
-        "tflops": 125, "reached": 0.87, "memory_gb_per_s": 900, "product_passes": 2.75,
+        "reached": 0.87, "memory_gb_per_s": 900, "product_passes": 2.75,
         "attention_reached": 0.40, "memory_reached": 0.85,
     },
     "A100 80 GB": {
-        "tflops": 312, "reached": 0.87, "memory_gb_per_s": 2039, "product_passes": 2.75,
+        "reached": 0.87, "memory_gb_per_s": 2039, "product_passes": 2.75,
         "attention_reached": 0.60, "memory_reached": 0.85,
     },
     "H100 80 GB": {
-        "tflops": 989, "reached": 0.68, "memory_gb_per_s": 3350, "product_passes": 2.75,
+        "reached": 0.68, "memory_gb_per_s": 3350, "product_passes": 2.75,
         "attention_reached": 0.34, "memory_reached": 0.85,
     },
     "RTX 4090": {
-        "tflops": 165, "reached": 0.87, "memory_gb_per_s": 1008, "product_passes": 2.75,
+        "reached": 0.87, "memory_gb_per_s": 1008, "product_passes": 2.75,
         "attention_reached": 0.60, "memory_reached": 0.85,
     },
     # As an H100 80 GB, with HBM2e. Its products at 500 W of 700 are supposed to reach as much.
     "H100 96 GB": {
-        "tflops": 989, "reached": 0.68, "memory_gb_per_s": 2400, "product_passes": 2.75,
+        "reached": 0.68, "memory_gb_per_s": 2400, "product_passes": 2.75,
         "attention_reached": 0.34, "memory_reached": 0.85,
     },
     "one CPU core": {"tflops": 0.1, "reached": 0.5, "memory_gb_per_s": 8},
@@ -69,6 +83,9 @@ MEMORY: dict[str, dict[str, float]] = {
 
 for _device in MEMORY.values():
     _device.update(allocator_share=ALLOCATOR_SHARE, library_gb=LIBRARY_GB)
+
+for _name, _peaks in PEAKS.items():
+    DEVICES[_name].update(tflops=_peaks["float16"], peaks=_peaks)
 
 LINKS: dict[str, dict[str, float]] = {
     # Line rates in one direction, of one rank, and the share of them that large messages reach. NVLink of an

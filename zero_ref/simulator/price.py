@@ -31,6 +31,7 @@ class Workload:
             kernels are known (`Device.memory_reached`). None for matrix products of the parameters alone.
         moved_bytes: for each element, what forward and backward read and write beside the kernels, to bring
             parameters and gradients to the network and back; on such devices too.
+        active_share: of the parameters, those that a token goes through.
         offload_bytes: of an update on the CPU, bytes of each element that go there, and that come back; None
             for an update on the device.
     Raises:
@@ -44,6 +45,7 @@ class Workload:
     kernels: Kernels | None = None
     moved_bytes: tuple[float, float] = (0.0, 0.0)
     offload_bytes: tuple[float, float] | None = None
+    active_share: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("tokens", "step_bytes", "attention_share"):
@@ -68,7 +70,7 @@ class Workload:
             whole = _ms_of(self.kernels.backward if is_backward else self.kernels.forward, device)
             return numel / self.kernels.numel * whole + device.touch_ms(self.moved_bytes[is_backward] * numel)
         passes = 1 if operation.label == "forward" else 3 if self.recompute else 2
-        flops = 2.0 * passes * numel * self.tokens * (1 + self.attention_share)
+        flops = 2.0 * passes * numel * self.active_share * self.tokens * (1 + self.attention_share)
         return device.compute_ms(flops, operation.tensors * passes / 3)
 
 

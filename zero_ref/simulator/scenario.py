@@ -29,6 +29,7 @@ from zero_ref.simulator.models import (
     blocks,
     matrices_whole,
     specs,
+    trained,
 )
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.options import Option, check_options, explained, listed, used_values
@@ -143,6 +144,10 @@ class Scenario:
         explained(CHECKPOINTING) + " (default: %(default)s)",
         metavar="WHAT", choices=CHECKPOINTING, label="activations kept",
     )] = "selective"
+    tf32: Annotated[bool, Option(
+        "products of float32 are made in TF32, as torch.set_float32_matmul_precision('high') lets them be; "
+        "torch's default makes them in float32",
+    )] = False
     accumulation: Annotated[int, Option(
         "forwards and backwards before an update, each of --batch sequences (default: %(default)s)",
         metavar="N", least=1, most=MOST_PASSES,
@@ -196,6 +201,25 @@ class Scenario:
         if self.offload and state_rule(self.optimizer).of_whole is not None:
             raise ValueError(f"offload is for elementwise optimizers; {self.optimizer} multiplies matrices.")
         check_world_size(self.world_size)
+        if self.tf32 and self.dtype != "float32":
+            raise ValueError(f"tf32 is how products of float32 are made; the dtype is {self.dtype}.")
+        if self.tf32 and "tf32" not in self.cluster.device.peaks:
+            raise ValueError(f"{self.cluster.device.name}: no peak in TF32 is known.")
+
+    @cached_property
+    def machine(self) -> Cluster:
+        """The cluster with its devices' peak in the dtype of the products.
+
+        >>> from zero_ref.simulator.cluster import cluster
+        >>> from zero_ref.simulator.models import MODELS
+        >>> for options in ({}, {"dtype": "float32"}, {"dtype": "float32", "tf32": True}):
+        ...     Scenario(MODELS["gpt2"], cluster("h100-ib"), 2, **options).machine.device.tflops
+        989
+        67
+        494.5
+        """
+        device = self.cluster.device.in_dtype("tf32" if self.tf32 else self.dtype)
+        return self.cluster if device is self.cluster.device else replace(self.cluster, device=device)
 
     @property
     def tokens_of_sequence(self) -> int:
@@ -221,7 +245,7 @@ class Scenario:
 
     @cached_property
     def shapes(self) -> tuple[ParamShape, ...]:
-        return self.architecture.shapes()
+        return trained(self.architecture)
 
     @cached_property
     def params(self) -> list[ParamSpec]:
@@ -231,6 +255,18 @@ class Scenario:
     @cached_property
     def numel(self) -> int:
         return sum(param.numel for param in self.params)
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token goes through: of experts those that it is sent to."""
+        model = self.transformer
+        return model.active if isinstance(model, Decoder) else self.numel
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What of the model is not counted in activations and time, for people."""
+        model = self.transformer
+        return model.missing if isinstance(model, Decoder) else ()
 
     @cached_property
     def activations(self) -> Activations:
@@ -263,13 +299,19 @@ class Scenario:
         >>> round(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 8).attention_share, 2)
         0.27
 
-        The whole of each sequence counts. Kernels that skip what a causal mask hides need half: `kernels`.
+        The whole of each sequence counts, or the whole window that a block sees. Kernels that skip what a
+        causal mask hides need half: `kernels`.
 
         Source: `calibrate.training_flops`.
         """
         if (model := self.transformer) is None:
             return 0.0
-        return 2 * model.depth * model.width * self.tokens_of_sequence / self.numel
+        seen = (
+            layer.number * layer.heads * (layer.head_width + layer.value_width)
+            * min(layer.window or self.tokens_of_sequence, self.tokens_of_sequence)
+            for layer in model.layers
+        )  # fmt: skip
+        return sum(seen) / self.active
 
     @cached_property
     def kernels(self) -> Kernels | None:
@@ -295,6 +337,7 @@ class Scenario:
             step_bytes=self._state_itemsize * (3 + 2 * state_rule(self.optimizer).tensors),
             attention_share=self.attention_share,
             kernels=self.kernels,
+            active_share=self.active / self.numel,
         )
 
     def workload_of(self, strategy: str) -> Workload:
@@ -484,7 +527,7 @@ class Scenario:
             ValueError: as `schedule` and `play`, or the jitter leaves no rank that takes any time.
         """
         made = self.schedule(strategy)
-        played = play(made, self.cluster, self.workload_of(strategy), slow=slow, jitter=jitter, seed=seed)
+        played = play(made, self.machine, self.workload_of(strategy), slow=slow, jitter=jitter, seed=seed)
         if not played.makespan_ms:
             raise ValueError(
                 f"with a jitter of {jitter:g} and seed {seed} no rank takes any time: give a smaller jitter."
@@ -621,7 +664,7 @@ class SimulatedRun:
         """What the time of the iteration is spent on, and what would make it faster."""
         paces = {name: getattr(self.played.paces, name) for name in ("slow", "jitter", "seed")}
         return what_if(
-            self.schedule, self.scenario.cluster, self.scenario.workload_of(self.strategy), **paces
+            self.schedule, self.scenario.machine, self.scenario.workload_of(self.strategy), **paces
         )
 
     @property
@@ -631,7 +674,7 @@ class SimulatedRun:
         "moved" is what is copied for the network and by it. Empty where it is not known: for a model that is
         no transformer, and on a device whose measured rate is of whole training.
         """
-        device, workload = self.scenario.cluster.device, self.scenario.workload_of(self.strategy)
+        device, workload = self.scenario.machine.device, self.scenario.workload_of(self.strategy)
         if workload.kernels is None or device.memory_reached is None:
             return {}
         moved = sum(workload.moved_bytes) * self.scenario.numel
@@ -651,8 +694,8 @@ class SimulatedRun:
 
         Source: PaLM (arXiv:2204.02311), appendix B.
         """
-        operations = 6 * self.scenario.numel * self.scenario.tokens * (1 + self.scenario.attention_share)
-        return operations / (self.iteration_ms * self.scenario.cluster.device.tflops * 1e9)
+        operations = 6 * self.scenario.active * self.scenario.tokens * (1 + self.scenario.attention_share)
+        return operations / (self.iteration_ms * self.scenario.machine.device.tflops * 1e9)
 
     def _an_iteration(self, amount: float) -> float:
         return amount / self.schedule.iterations

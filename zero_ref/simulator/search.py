@@ -254,7 +254,7 @@ class _Planned:
         """Its memory, and its time if it may fit."""
         memories = scenario.memory(self.strategy, self.schedule(scenario))
         memory = max(memories, key=lambda one: one.peak_bytes)
-        device = scenario.cluster.device
+        device = scenario.machine.device
         fits = None
         if device.memory_gb is not None:
             fits = spread.fits(memory.peak_bytes, device.memory_gb * 1e9)
@@ -272,8 +272,8 @@ class _Planned:
         workload = scenario.workload_of(self.strategy)
         kind = accumulation, scenario.no_sync
         if kind in self.played:  # the calls keep their prices
-            return self.played[kind].on(scenario.cluster, workload).iteration_ms
-        self.played[kind] = play(self.schedule(scenario), scenario.cluster, workload)
+            return self.played[kind].on(scenario.machine, workload).iteration_ms
+        self.played[kind] = play(self.schedule(scenario), scenario.machine, workload)
         return self.played[kind].iteration_ms
 
     def schedule(self, scenario: Scenario) -> Schedule:

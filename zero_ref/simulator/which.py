@@ -113,7 +113,7 @@ TREE = Question(
     yes=Question(
         SHORT,
         threshold="18 Ψ bytes + activations < room; tokens of an update > 89 C/B",
-        yes=Advice("DDP", "No other way saves a twentieth of the time"),
+        yes=Advice("DDP", "Dividing the update saves under a twentieth"),
         no=Question(
             PASSES,
             threshold="(4 + 14/N) Ψ bytes + activations < room",

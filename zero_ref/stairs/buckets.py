@@ -1,26 +1,19 @@
-"""One message for each owner, and parameter groups: stair 2 of 5.
+"""One message for each owner: stair 2 of 5.
 
 `owners.py` sends a message for each parameter, and a small message takes about as long as one of many
 kilobytes. Here the parameters of an owner lie end to end in one flat tensor, its bucket, and each parameter
 is a view of its part. So an owner updates its parameters where they are, and sends its bucket as it is.
-Parameters may also come in groups with options of their own, such as a learning rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zero_ref.stairs.owners import assign_owners
-
-
-def numbered(options: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The options of the groups, with their parameters' numbers, as a state dict has them."""
-    numbers = iter(range(sum(len(group["params"]) for group in groups)))
-    return [{**of, "params": [next(numbers) for _ in group["params"]]} for of, group in zip(options, groups)]
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,7 +34,7 @@ class MinimalZero:
     """An optimizer whose state is sharded over the ranks of a process group.
 
     Args:
-        params: the model's parameters, of one dtype and with equal values on all ranks, or parameter groups.
+        params: the model's parameters, of one dtype and with equal values on all ranks.
         optimizer_class: a class that updates each parameter by itself, such as torch.optim.AdamW.
         group: the ranks; None is the default group.
         **defaults: passed to `optimizer_class`.
@@ -49,14 +42,12 @@ class MinimalZero:
 
     def __init__(
         self,
-        params: torch.optim.optimizer.ParamsT,
+        params: Iterable[torch.Tensor],
         optimizer_class: type[torch.optim.Optimizer],
         group: dist.ProcessGroup | None = None,
         **defaults: Any,
     ) -> None:
-        # torch's base class reads groups, which are dicts, or parameters, which become one group.
-        self.groups, self.group = torch.optim.Optimizer(params, {}).param_groups, group
-        self.params = [param for g in self.groups for param in g["params"]]
+        self.params, self.group = list(params), group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         # The plan: the owner of each parameter, and the numbers of those that this rank owns.
         self.owners = assign_owners([param.numel() for param in self.params], self.world_size)
@@ -66,17 +57,8 @@ class MinimalZero:
         for owner in sorted(set(self.owners)):
             self.buckets[owner] = flatten([p for p, its in zip(self.params, self.owners) if its == owner])
         # Only what this rank owns goes to its local optimizer, which makes state for nothing else.
-        # It has every group, if need be without parameters, so that all ranks have all options.
-        mine = {self.params[number] for number in self.mine}
-        owned = [{**g, "params": [p for p in g["params"] if p in mine]} for g in self.groups]
-        self.local = optimizer_class(owned, **defaults)
-        # A schedule changes the options of the groups here, alike on all ranks.
-        self.param_groups = self.local.param_groups
-
-    def zero_grad(self) -> None:
-        """Forget all gradients. The local optimizer's `zero_grad` would leave those of other owners."""
-        for param in self.params:
-            param.grad = None
+        # A rank may own nothing: torch's optimizers refuse an empty list of parameters, not an empty group.
+        self.local = optimizer_class([{"params": [self.params[number] for number in self.mine]}], **defaults)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -104,5 +86,8 @@ class MinimalZero:
         of_ranks: list[dict[int, Any]] = [{}] * self.world_size
         dist.all_gather_object(of_ranks, mine, self.group)
         state = {number: of_rank[number] for of_rank in of_ranks for number in of_rank}
-        groups = numbered(packed["param_groups"], self.groups)
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        numbers = list(range(len(self.params)))
+        return {
+            "state": dict(sorted(state.items())),
+            "param_groups": [{**packed["param_groups"][0], "params": numbers}],
+        }

@@ -1,8 +1,8 @@
-"""A state that any number of ranks can load, and 32-bit masters of 16-bit parameters: stair 5 of 5.
+"""A state that any number of ranks can load, parameter groups, and 32-bit masters: stair 5 of 5.
 
-In `overlap.py` the state is in pieces. Here `state_dict` joins the pieces of all ranks to the state of the
-unsharded optimizer, and `load_state_dict` cuts that again, perhaps for another number of ranks. Also, a shard
-may be a copy in 32 bits, a master, which keeps updates that are lost when they are rounded to 16 bits.
+In `shards.py` the state is in pieces. Here `state_dict` joins the pieces of all ranks, and `load_state_dict`
+cuts the state again, perhaps for another number of ranks. Parameters may come in groups with options of their
+own. A shard may be a 32-bit copy of 16-bit values, a master, which keeps updates that rounding would lose.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_ref.stairs.buckets import flatten, in_memory, numbered
+from zero_ref.stairs.buckets import flatten, in_memory
 from zero_ref.stairs.shards import cut_evenly
 
 
@@ -42,30 +42,30 @@ class MinimalZero:
         # The plan: the pieces of each parameter that is trained, by owner. Frozen ones stay as they are.
         trained = [param for param in self.params if param.requires_grad]
         self.pieces = dict(zip(trained, cut_evenly([param.numel() for param in trained], self.world_size)))
-        flatten(trained)  # they become views of one flat tensor
+        # The buckets, by owner: equal parts of one flat tensor, of which these parameters are views.
+        flat = flatten(trained)
+        self.buckets = dict(enumerate(flat.split(-(-flat.numel() // self.world_size))))
         # This rank's piece of each parameter, (elements,): the same memory, or in another dtype a copy.
         self.shards: dict[torch.Tensor, torch.Tensor] = {}
         for param, pieces in self.pieces.items():
             if self.rank in pieces:
                 own = in_memory(param.detach())[pieces[self.rank]].to(master_dtype or param.dtype)
                 self.shards[param] = torch.nn.Parameter(own)
-        # Only the shards go to this rank's local optimizer, which makes state for nothing else.
-        # It has every group, if need be without parameters, so that all ranks have all options.
+        # Only the shards go to the local optimizer, in groups that may be empty: every rank has all options.
         mine = self.shards
         owned = [{**g, "params": [mine[p] for p in g["params"] if p in mine]} for g in self.groups]
         self.local = optimizer_class(owned, **defaults)
         # A schedule changes the options of the groups here, alike on all ranks. Only shards keep gradients.
         self.param_groups, self.zero_grad = self.local.param_groups, self.local.zero_grad
-        # What is under way: a parameter, its gradient and the calls that reduce it; calls that send values.
-        self.reducing: tuple[torch.Tensor, torch.Tensor, list[Any]] | None = None
-        self.sending: list[Any] = []
+        # What is under way: a parameter, its gradient and the calls that average its pieces.
+        self.reducing: list[tuple[torch.Tensor, torch.Tensor, list[Any]]] = []
         # Backward calls the hook as soon as the gradient of a parameter is complete.
         for param in trained:
             param.register_post_accumulate_grad_hook(self.reduce)
 
     @torch.no_grad()
     def reduce(self, param: torch.Tensor) -> None:
-        """Start to average a complete gradient, then update the parameter whose gradient came before.
+        """Start to average a complete gradient, then keep the shard of the gradient that came before.
 
         Collective: all ranks, in the order of backward: they run the same model on the same parameters.
         Cost: for all parameters together each rank sends the (N-1)/N of its gradients that it does not own.
@@ -77,43 +77,41 @@ class MinimalZero:
         for owner, piece in self.pieces[param].items():
             calls.append(dist.reduce(gradient[piece], group_dst=owner, group=self.group, async_op=True))
         # Meanwhile finish the one before, which backward needs no more; this one stays under way.
-        self.update()
-        self.reducing = param, gradient, calls
+        self.finish()
+        self.reducing = [(param, gradient, calls)]
 
-    def update(self) -> None:
-        """Wait for the reduction under way, update its parameter, and start to send the new values."""
-        if self.reducing is None:
-            return
-        (param, gradient, calls), self.reducing = self.reducing, None
-        for call in calls:
-            call.wait()
-        flat = in_memory(param.detach())
-        if param in self.shards:
-            # The local optimizer passes over shards without a gradient, which are all the others.
-            shard, own = self.shards[param], self.pieces[param][self.rank]
-            shard.grad = gradient[own].to(shard.dtype)
-            self.local.step()
-            shard.grad = None
-            flat[own] = shard  # a master is rounded to the nearest
-        for owner, piece in self.pieces[param].items():
-            self.sending.append(dist.broadcast(flat[piece], group_src=owner, group=self.group, async_op=True))
+    def finish(self) -> None:
+        """Wait for the reduction under way, and add what it gave to the gradient of this rank's shard."""
+        for param, gradient, calls in self.reducing:
+            for call in calls:
+                call.wait()
+            if param in self.shards:
+                shard, own = self.shards[param], self.pieces[param][self.rank]
+                # A copy, or it would keep the memory of the whole gradient. Several backwards add up.
+                kept = gradient[own].to(shard.dtype, copy=True)
+                shard.grad = kept if shard.grad is None else shard.grad + kept
+        self.reducing = []
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the parameter whose gradient came last, and wait until all new values are here.
+        """Update what this rank owns, then send each bucket from its owner to all ranks.
 
-        Collective: all ranks, after each backward.
-        Cost: each rank receives the (N-1)/N of the parameters that it does not own, mostly during backward.
+        Collective: all ranks, after backward.
+        Cost: each rank receives the (N-1)/N of the parameters that it does not own, in at most N messages.
         """
-        self.update()
-        while self.sending:
-            self.sending.pop(0).wait()
+        self.finish()
+        # The local step needs no communication. What it makes goes into this rank's own bucket.
+        self.local.step()
+        for param, shard in self.shards.items():
+            in_memory(param)[self.pieces[param][self.rank]] = shard  # a master is rounded to the nearest
+        # All ranks make all broadcasts, in the same order: the owner sends, the others receive in place.
+        for owner, bucket in self.buckets.items():
+            dist.broadcast(bucket, group_src=owner, group=self.group)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that the unsharded optimizer would have, and the masters, gathered on every rank.
 
-        Collective: all ranks, after step.
-        Cost: each rank receives, pickled, the (N-1)/N of the state that it does not own.
+        Collective: all ranks, after step. Cost: each receives, pickled, the (N-1)/N that it does not own.
         """
         # This rank's pieces, by the numbers of their parameters in the model.
         mine: dict[int, Any] = {}
@@ -131,7 +129,9 @@ class MinimalZero:
                 cuts = [piece[key] for piece in pieces]
                 whole = torch.cat(cuts).as_strided(param.shape, param.stride()) if cuts[0].dim() else cuts[0]
                 state.setdefault(number, {})[key] = whole
-        return {"state": state, "param_groups": numbered(self.param_groups, self.groups)}
+        numbers, groups = iter(range(len(self.params))), zip(self.param_groups, self.groups)
+        options = [{**ours, "params": [next(numbers) for _ in of["params"]]} for ours, of in groups]
+        return {"state": state, "param_groups": options}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

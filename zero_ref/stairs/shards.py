@@ -1,16 +1,17 @@
-"""Parameters that are cut, and gradients in shards, which is ZeRO stage 2: stair 3 of 5.
+"""Parameters that are cut, and gradients in shards, which is ZeRO stage 2: stair 4 of 5.
 
-In `buckets.py` a rank owns whole parameters, so the largest one decides the largest share, and every rank
-keeps all gradients. Here the parameters lie in one flat tensor, cut into N equal buckets, and a rank owns the
-piece of each parameter that lies in its bucket. As soon as backward has completed a gradient, a hook averages
-each piece on its owner, and releases the gradient. So no DistributedDataParallel is needed.
+In `overlap.py` every rank gets every average, and each backward makes an update, so that no second one can
+add to its gradients. And a rank owns whole parameters, so the largest one decides the largest share. Here the
+parameters lie in one flat tensor, which is cut into N equal buckets, and a rank owns the piece of each
+parameter that lies in its bucket. The hook averages each piece of a gradient on its owner alone, which keeps
+the average until `step`. A rank keeps nothing else of the gradients, so it holds 1/N of them.
 
 The state is in pieces as well; `checkpoint.py` joins them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -42,7 +43,7 @@ class MinimalZero:
     """An optimizer whose state and gradients are sharded over the ranks of a process group.
 
     Args:
-        params: the model's parameters, of one dtype and with equal values on all ranks, or parameter groups.
+        params: the model's parameters, of one dtype and with equal values on all ranks.
         optimizer_class: a class that updates each element by itself, such as torch.optim.AdamW.
         group: the ranks; None is the default group.
         **defaults: passed to `optimizer_class`.
@@ -50,14 +51,12 @@ class MinimalZero:
 
     def __init__(
         self,
-        params: torch.optim.optimizer.ParamsT,
+        params: Iterable[torch.Tensor],
         optimizer_class: type[torch.optim.Optimizer],
         group: dist.ProcessGroup | None = None,
         **defaults: Any,
     ) -> None:
-        # torch's base class reads groups, which are dicts, or parameters, which become one group.
-        self.groups, self.group = torch.optim.Optimizer(params, {}).param_groups, group
-        self.params = [param for g in self.groups for param in g["params"]]
+        self.params, self.group = list(params), group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         # The plan: the pieces of each parameter that is trained, by owner. Frozen ones stay as they are.
         trained = [param for param in self.params if param.requires_grad]
@@ -70,35 +69,44 @@ class MinimalZero:
         for param, pieces in self.pieces.items():
             if self.rank in pieces:
                 self.shards[param] = torch.nn.Parameter(in_memory(param.detach())[pieces[self.rank]])
-        # Only the shards go to this rank's local optimizer, which makes state for nothing else.
-        # It has every group, if need be without parameters, so that all ranks have all options.
-        mine = self.shards
-        owned = [{**g, "params": [mine[p] for p in g["params"] if p in mine]} for g in self.groups]
-        self.local = optimizer_class(owned, **defaults)
-        # A schedule changes the options of the groups here, alike on all ranks. Only shards keep gradients.
-        self.param_groups, self.zero_grad = self.local.param_groups, self.local.zero_grad
+        # Only what this rank owns goes to its local optimizer, which makes state for nothing else.
+        # A rank may own nothing: torch's optimizers refuse an empty list of parameters, not an empty group.
+        self.local = optimizer_class([{"params": list(self.shards.values())}], **defaults)
+        self.zero_grad = self.local.zero_grad  # only shards keep gradients
+        # What is under way: a parameter, its gradient and the calls that average its pieces.
+        self.reducing: list[tuple[torch.Tensor, torch.Tensor, list[Any]]] = []
         # Backward calls the hook as soon as the gradient of a parameter is complete.
         for param in trained:
             param.register_post_accumulate_grad_hook(self.reduce)
 
     @torch.no_grad()
     def reduce(self, param: torch.Tensor) -> None:
-        """Average a complete gradient, each piece on its owner, and release it.
+        """Start to average a complete gradient, then keep the shard of the gradient that came before.
 
         Collective: all ranks, in the order of backward: they run the same model on the same parameters.
         Cost: for all parameters together each rank sends the (N-1)/N of its gradients that it does not own.
         """
         assert param.grad is not None
-        gradient = in_memory(param.grad) / self.world_size
+        gradient, param.grad = in_memory(param.grad) / self.world_size, None
         # All ranks make all reductions, in the same order: the others send, the owner adds up.
+        calls = []
         for owner, piece in self.pieces[param].items():
-            dist.reduce(gradient[piece], group_dst=owner, group=self.group)
-        # From here on a rank has the gradient of its own piece only: this is stage 2.
-        param.grad = None
-        if param in self.shards:
-            # A copy, or it would keep the memory of the whole gradient.
-            shard, own = self.shards[param], gradient[self.pieces[param][self.rank]].clone()
-            shard.grad = own if shard.grad is None else shard.grad + own
+            calls.append(dist.reduce(gradient[piece], group_dst=owner, group=self.group, async_op=True))
+        # Meanwhile finish the one before, which backward needs no more; this one stays under way.
+        self.finish()
+        self.reducing = [(param, gradient, calls)]
+
+    def finish(self) -> None:
+        """Wait for the reduction under way, and add what it gave to the gradient of this rank's shard."""
+        for param, gradient, calls in self.reducing:
+            for call in calls:
+                call.wait()
+            if param in self.shards:
+                shard, own = self.shards[param], self.pieces[param][self.rank]
+                # A copy, or it would keep the memory of the whole gradient. Several backwards add up.
+                kept = gradient[own].clone()
+                shard.grad = kept if shard.grad is None else shard.grad + kept
+        self.reducing = []
 
     @torch.no_grad()
     def step(self) -> None:
@@ -107,6 +115,7 @@ class MinimalZero:
         Collective: all ranks, after backward.
         Cost: each rank receives the (N-1)/N of the parameters that it does not own, in at most N messages.
         """
+        self.finish()
         # The local step needs no communication, and writes into this rank's own bucket.
         self.local.step()
         # All ranks make all broadcasts, in the same order: the owner sends, the others receive in place.

@@ -6,8 +6,10 @@ asks, in another process too.
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +50,29 @@ class Given(nn.Module):
         return torch.stack([term for number, term in enumerate(terms) if number not in without]).sum()
 
 
+def memory_within_reach(of: Iterable[Any]) -> dict[int, int]:
+    """The bytes of each memory that a tensor within reach of these objects lies in, by its address."""
+    nbytes_at: dict[int, int] = {}
+    seen: set[int] = set()
+    left = list(of)
+    while left:
+        one = left.pop()
+        ours = str(type(one).__module__).startswith("zero_ref_course")
+        if ours or id(one) in seen or isinstance(one, (types.ModuleType, type, types.CodeType)):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            memory = one.untyped_storage()
+            nbytes_at[memory.data_ptr()] = memory.nbytes()
+            if one.is_leaf:
+                left.append(one.grad)
+        elif isinstance(one, types.FunctionType):  # not its globals, which may lead everywhere
+            left += [cell.cell_contents for cell in one.__closure__ or ()]
+        else:
+            left += gc.get_referents(one)
+    return nbytes_at
+
+
 class Driver:
     """Does what it is asked for with the class in the names of a file.
 
@@ -59,6 +84,7 @@ class Driver:
         self.names = names
         self.mine: Any = None
         self.hooked = False
+        self.after_hook: Callable[[], object] | None = None
 
     def __call__(self, what: str, *args: Any) -> Any:
         """Call the method of that name."""
@@ -96,12 +122,34 @@ class Driver:
         coefficients: list[torch.Tensor],
         without: list[int],
         after_hook: Callable[[], object] | None,
+        measures: bool,
         params: list[nn.Parameter],
         *_: Any,
-    ) -> None:
-        """Run a backward in which the parameters have these gradients; call `after_hook` after each hook."""
-        if after_hook and not self.hooked:
+    ) -> list[int]:
+        """Run a backward in which the parameters have these gradients; call `after_hook` after each hook.
+
+        Returns:
+            If it measures: the bytes of memory within the optimizer's reach that were not there before
+            backward, after each hook and in the end.
+        """
+        loss, held = Given(params)(coefficients, without), list[int]()
+        within_reach = [self.mine, self.names, params]
+        before = memory_within_reach(within_reach) if measures else {}
+
+        def look() -> None:
+            now = memory_within_reach(within_reach)
+            held.append(sum(nbytes for place, nbytes in now.items() if place not in before))
+
+        self.after_hook = look if measures else after_hook
+        if self.after_hook and not self.hooked:
             self.hooked = True
             for param in params:  # called after its own hooks, which were registered before
-                param.register_post_accumulate_grad_hook(lambda _: after_hook() and None)
-        Given(params)(coefficients, without).backward()
+                param.register_post_accumulate_grad_hook(self._after_hook)
+        loss.backward()
+        if measures:
+            look()
+        return held
+
+    def _after_hook(self, _: torch.Tensor) -> None:
+        if self.after_hook:
+            self.after_hook()
