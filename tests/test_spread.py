@@ -7,7 +7,8 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from zero_ref.simulator.spread import MEMORY, TIME, Spread, around, fits, spread_of
+from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.spread import MEMORY, TIME, Spread, around, fits, four_cases, spread_of
 from zero_ref.simulator.validation import FIGURES, validate
 
 
@@ -60,3 +61,14 @@ def test_the_constants_are_what_the_published_runs_give(figure: str) -> None:
     computed = validate().spread(figure)
     constant = {"time": TIME, "memory": MEMORY}[figure]
     assert (round(computed.low, 3), round(computed.high, 3)) == (constant.low, constant.high)
+
+
+def test_in_four_cases_computing_and_sending_take_either_end_of_their_time() -> None:
+    h100 = cluster("h100-ib")
+    factors = [(one, other) for one in (TIME.low, TIME.high) for other in (TIME.low, TIME.high)]
+    for machine, (computing, sending) in zip(four_cases(h100), factors, strict=True):
+        assert machine.device.tflops * computing == pytest.approx(h100.device.tflops)
+        assert machine.device.memory_gb_per_s * computing == pytest.approx(h100.device.memory_gb_per_s)
+        for nbytes in (4, 10**9):
+            sent = machine.ms("all_reduce", nbytes, 64)
+            assert sent == pytest.approx(sending * h100.ms("all_reduce", nbytes, 64))

@@ -445,7 +445,7 @@ def _broadcasts_of_even() -> float:
 
 @prediction(
     "buckets.reductions",
-    "The deep model under DDP: how many all-reduces does a step make?",
+    "The deep model under DDP: how many all-reduces does an iteration make?",
     unit="all-reduces",
 )
 def _all_reduces() -> float:

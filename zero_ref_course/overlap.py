@@ -399,6 +399,17 @@ class _RealBucket(HookBucket):
 
 
 @prediction(
+    "overlap.paper",
+    "The four buckets under the interleaved hook: how long does the iteration take?",
+    unit="ms",
+)
+def _on_paper() -> float:
+    return simulate(
+        [BucketTimes(backward_ms=4, reduce_ms=3, step_ms=1, broadcast_ms=1.5)] * 4, "interleaved"
+    ).makespan_ms
+
+
+@prediction(
     "overlap.tokens",
     "With how many tokens on each GPU does the interleaved hook save more time?",
     choices=("1,024", "4,096", "both the same"),

@@ -223,9 +223,10 @@ def reduce_to_owners(
     parameters of which this rank owns nothing, and zero where other ranks own parts of a parameter. (A rank
     that owns no gradient at all has one of zeros, for the smallest parameter.)
 
-    DDP keeps its flat buckets, so construct it without `gradient_as_bucket_view` to see memory fall. No rank
-    has all gradients, so clip with `zero_ref.clip_grad_norm_`. Call `zero.zero_grad()` in every iteration, or
-    the gradients that are left on owners would be averaged once more.
+    DDP keeps its flat buckets. With `gradient_as_bucket_view` gradients need no memory beside them; without,
+    those of other ranks' parameters are released after backward. No rank has all gradients, so clip with
+    `zero_ref.clip_grad_norm_`. Call `zero.zero_grad()` in every iteration, or the gradients that are left on
+    owners would be averaged once more.
 
     Args:
         zero: the optimizer, over the same ranks as DDP; or a list, if several optimizers have the parameters

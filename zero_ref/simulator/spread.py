@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
+
+from zero_ref.simulator.cluster import Cluster
 
 SHARE = 0.8
 """The share of the figures of one more source that an interval is meant to hold."""
@@ -101,3 +104,26 @@ def fits(nbytes: float, capacity: float) -> bool | None:
     (True, None, False)
     """
     return MEMORY.below(nbytes, capacity)
+
+
+def four_cases(machine: Cluster) -> list[Cluster]:
+    """The cluster if computing and sending each take the low or the high end of their interval.
+
+    Two ways to train have most of an error in common, because a slower GPU slows both. So the intervals of
+    their times say little about which is faster. Simulate both in these four cases instead, and see whether
+    the same one is faster in all of them.
+
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> [(round(one.device.tflops), round(one.between.gb_per_s)) for one in four_cases(cluster("h100-ib"))]
+    [(1192, 60), (1192, 31), (606, 60), (606, 31)]
+    """
+    cases = []
+    for computing, sending in product(TIME.around(1.0), repeat=2):
+        device = replace(
+            machine.device,
+            tflops=machine.device.tflops / computing,
+            memory_gb_per_s=machine.device.memory_gb_per_s / computing,
+        )
+        links = machine.with_links(latency=sending, bandwidth=1 / sending)
+        cases.append(replace(links, device=device))
+    return cases
