@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.ranks
 
 TRAIN = """
+import os
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +38,8 @@ for _ in range(3):
     zero.step()
 zero.consolidate_state_dict(to=0)
 moved = not torch.equal(before, model.weight)
-print(f"rank {dist.get_rank()}: moved {moved}", flush=True)
+os.write(1, f"rank {dist.get_rank()}: moved {moved}\\n".encode())  # whole, beside the other rank's
+dist.barrier()
 dist.destroy_process_group()
 """
 
