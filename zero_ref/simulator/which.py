@@ -102,7 +102,7 @@ LEAST = "Does it fit when each rank keeps only its share?"
 SHORT = "Does it fit whole, and is the step short?"
 PASSES = "Has an update several passes, and do whole gradients fit?"
 HIDES = "Does a pass hide what all ranks gather?"
-IN_NODE = "Does it hide what a node gathers, and does a node hold all?"
+IN_NODE = "Does a pass hide what a node gathers, and does a node hold all?"
 WHOLE = "Does it fit whole?"
 STAGE_2 = "Do whole parameters fit?"
 
@@ -124,7 +124,7 @@ TREE = Question(
                 yes=Advice("stage 3", "The least memory, and hardly a wait"),
                 no=Question(
                     IN_NODE,
-                    threshold="the same for the n ranks of a node; 16 Ψ/n bytes + two blocks + activations",
+                    threshold="the same for a node's n ranks; 16 Ψ/n bytes + two blocks + activations < room",
                     yes=Advice("hybrid", "Gathers stay inside; only a share crosses"),
                     no=Question(
                         WHOLE,
