@@ -140,7 +140,7 @@ def test_the_tree_of_a_model_says_what_decided() -> None:
     *asked, advice = nodes_on(found.tree, found.path)
     assert [node.answered for node in asked if isinstance(node, Question)] == [
         "stage 3: 24.5 of 85.5 GB",
-        "195.4 of 85.5 GB; dividing the update saves 7%",
+        "195.4 of 85.5 GB; dividing the step saves 7%",
         "4 passes; 53.7 of 85.5 GB",
     ]
     assert advice == found.advice

@@ -433,7 +433,7 @@ SIX = (
 
 @prediction(
     "scale.furthest",
-    "Which of its six answers is furthest off?",
+    "Which of the six answers of the simple estimate is furthest off?",
     choices=SIX,
 )
 def _furthest() -> str:

@@ -36,7 +36,7 @@ CHANGED = {
         ("a_node_is_enough_for_a_hybrid", {"several and ": ""},
          r"hybrid.*(do not fill several nodes|tree leads to 'stage 3')"),
         ("always_fsdp", {'"beyond ZeRO"\n': '"beyond ZeRO"\n    return "stage 3"\n'},
-         r"returned 'stage 3'; the tree leads to 'DDP'. Does it fit whole, and is the update short\? Yes"),
+         r"returned 'stage 3'; the tree leads to 'DDP'. Does it fit whole, and is the step short\? Yes"),
         ("in_other_words", {'return "stage 3"': 'return "FSDP"'}, r"must return one of 'DDP'"),
     ],
     "which_stage.choice": [

@@ -37,7 +37,7 @@ def _draw(width: float, **of_scenario: Any) -> Answer:
         "tokens of a pass": scenario.tokens_of_pass,
         "tokens to hide what all ranks gather": found.tokens_needed,
         "tokens to hide what a node gathers": found.tokens_needed_in_node,
-        "share that dividing the update saves": found.saved_by_dividing,
+        "share that dividing the step saves": found.saved_by_dividing,
     }
     for name, run in found.runs.items():
         rows.append(

@@ -54,7 +54,7 @@ def tokens_to_hide(tflops: float, gb_per_s: float, world_size: int) -> float:
 
 
 def tokens_for_short_update(tflops: float, memory_gb_per_s: float, share: float = ALIKE) -> float:
-    """The fewest tokens of an update, on each rank, with which a whole update is a small share of the time.
+    """The fewest tokens of an update, on each rank, with which a whole step is a small share of the time.
 
     AdamW on 32-bit masters reads and writes 28 bytes for each parameter. The passes make 6 operations for
     each parameter and token.
@@ -99,10 +99,10 @@ def room_gb(device: Device) -> float:
 BEYOND = "beyond ZeRO"
 
 LEAST = "Does it fit when each rank keeps only its share?"
-SHORT = "Does it fit whole, and is the update short?"
+SHORT = "Does it fit whole, and is the step short?"
 PASSES = "Has an update several passes, and do whole gradients fit?"
 HIDES = "Does a pass hide what all ranks gather?"
-IN_NODE = "Does it hide what a node gathers, and does a node hold all?"
+IN_NODE = "Does a pass hide what a node gathers, and does a node hold all?"
 WHOLE = "Does it fit whole?"
 STAGE_2 = "Do whole parameters fit?"
 
@@ -113,7 +113,7 @@ TREE = Question(
     yes=Question(
         SHORT,
         threshold="18 Ψ bytes + activations < room; tokens of an update > 89 C/B",
-        yes=Advice("DDP", "Dividing the update saves under a twentieth"),
+        yes=Advice("DDP", "Dividing the step saves under a twentieth"),
         no=Question(
             PASSES,
             threshold="(4 + 14/N) Ψ bytes + activations < room",
@@ -124,7 +124,7 @@ TREE = Question(
                 yes=Advice("stage 3", "The least memory, and hardly a wait"),
                 no=Question(
                     IN_NODE,
-                    threshold="the same for the n ranks of a node; 16 Ψ/n bytes + two blocks + activations",
+                    threshold="the same for a node's n ranks; 16 Ψ/n bytes + two blocks + activations < room",
                     yes=Advice("hybrid", "Gathers stay inside; only a share crosses"),
                     no=Question(
                         WHOLE,
@@ -269,7 +269,7 @@ class Compared:
             in_node = f"{tokens}, {_needed(self.tokens_needed_in_node)}; {self._memory('hybrid')}"
         return {
             LEAST: f"{leanest}: {self._memory(leanest)}",
-            SHORT: f"{self._memory('DDP')}; dividing the update saves {self.saved_by_dividing:.0%}",
+            SHORT: f"{self._memory('DDP')}; dividing the step saves {self.saved_by_dividing:.0%}",
             PASSES: several,
             HIDES: f"{tokens}, {_needed(self.tokens_needed)}",
             IN_NODE: in_node,
@@ -332,7 +332,7 @@ class Compared:
 
     @property
     def saved_by_dividing(self) -> float:
-        """What dividing the update among the ranks can save of an iteration's computing, as a share."""
+        """What dividing the step among the ranks can save of an update's computing, as a share."""
         update_ms = self._computing_ms("step")
         passes_ms = self._computing_ms("forward") + self._computing_ms("backward")
         share = update_ms / (update_ms + self.scenario.accumulation * passes_ms)
