@@ -380,7 +380,8 @@ def _sent_on_a_ring() -> float:
 
 @prediction(
     "collectives.second_way",
-    "How many bytes are a reduce-scatter and an all-gather, beside those of plain data parallel training?",
+    "A reduce-scatter and an all-gather: how many bytes do they send, compared with plain data parallel "
+    "training?",
     choices=("half of them", "the same", "one and a half times as many"),
 )
 def _second_way() -> str:

@@ -376,7 +376,8 @@ def _sent_with_owners() -> float:
 
 @prediction(
     "sharded.owners",
-    "Llama 3 8B on 64 ranks: how many times as long does an iteration take in pairs to owners as to shares?",
+    "Llama 3 8B on 64 ranks: an iteration takes longer if gradients go to their owners in pairs than if they "
+    "go to shares. How many times as long?",
     unit="times",
 )
 def _to_owners_of_64() -> float:
