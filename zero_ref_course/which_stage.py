@@ -486,8 +486,8 @@ def _on_8() -> Mapping[str, float]:
 
 @prediction(
     "which_stage.apart",
-    "Llama 3 8B on 8 H100 of one node, 4,096 tokens on each: how many times as long as the fastest of DDP "
-    "and stages 1 to 3 does the slowest take?",
+    "Llama 3 8B on 8 H100 of one node, 4,096 tokens on each, under DDP and stages 1 to 3: the slowest takes "
+    "longer than the fastest. How many times as long?",
     unit="times",
 )
 def apart() -> float:
@@ -508,9 +508,9 @@ def tokens() -> float:
 
 @prediction(
     "which_stage.passes",
-    "An update has 8 passes. How many times the model's parameters, times (N-1)/N, does a rank send under "
-    "stage 3?",
-    unit="times",
+    "An update has 8 passes. In one movement a rank sends (N-1)/N of the model's parameters. How many "
+    "movements does stage 3 make in this update?",
+    unit="movements",
 )
 def passes() -> float:
     """Three for each pass, less what of the root is not gathered twice."""
