@@ -89,9 +89,8 @@ imports: $(STAMP)  ## who may import whom; the plan and the simulator without an
 	    $(BIN)/lint-imports --no-logo; \
 	    $(BIN)/python -S -c "$$STANDARD_LIBRARY_ONLY")
 
-# One thread for each test: with more, those of tests that run at the same time wait for each other (a quarter of the time).
 unit: $(STAMP)  ## tests that start no processes, and the examples in docstrings
-	$(call step,unit tests and doctests,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m 'not ranks and not browser and not thorough' -n 2 --dist worksteal --durations=40)
+	$(call step,unit tests and doctests,$(BIN)/python -m pytest -q -m 'not ranks and not browser and not thorough' -n 2 --dist worksteal --durations=40)
 
 # Three files at a time: much of the time is waiting, for processes to start and for time-outs to pass. Other files need not be read.
 ranks: $(STAMP)  ## tests on real ranks

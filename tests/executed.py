@@ -33,7 +33,8 @@ def digest(notebook: Path) -> str:
     for path in [notebook, *sorted(packages)]:
         if path.is_file() and "__pycache__" not in path.parts:
             found.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
-    found.update(" ".join(sorted(f"{one.name} {one.version}" for one in distributions())).encode())
+    # A set, since a build in the clone leaves a second record of the package, seen from some folders only.
+    found.update(" ".join(sorted({f"{one.name} {one.version}" for one in distributions()})).encode())
     return found.hexdigest()
 
 

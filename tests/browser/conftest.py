@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 from reader import DESK, OPTIONS, PATIENCE_MS, Visit, find_chromium
 from ready import AXE_SCRIPT, fetch_axe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = Path(os.environ.get("ZERO_REF_PAGES") or ROOT / "_build" / "html")
+CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))["sphinx"]["config"]
+FORWARDED: dict[str, str] = CONFIG["redirects"]
+"""Old addresses of chapters, without their ending, and the names of the pages that stand for them."""
 
 
 class QuietHandler(SimpleHTTPRequestHandler):
@@ -39,6 +43,12 @@ def pages() -> Path:
             f"{folder} has no pages: build them with `make book`, or name their folder in ZERO_REF_PAGES"
         )
     return folder
+
+
+@pytest.fixture(scope="session")
+def forwarded() -> dict[str, str]:
+    """The chapters' old addresses, and where they lead."""
+    return FORWARDED
 
 
 @pytest.fixture(scope="session")
@@ -117,8 +127,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for `address` is run for every page that was built."""
     if "address" in metafunc.fixturenames:
         found = sorted(path.relative_to(PAGES).as_posix() for path in PAGES.rglob("*.html"))
-        # _static holds templates; index.html only sends on to the front page.
-        addresses = [name for name in found if not name.startswith("_static/") and name != "index.html"]
+        # _static holds templates; index.html and the old addresses of chapters only send on.
+        sent_on = {"index.html", *(f"{old}.html" for old in FORWARDED)}
+        addresses = [name for name in found if not name.startswith("_static/") and name not in sent_on]
         # The package's sources are coloured by one program and framed by one template: two stand for all.
         sources = [name for name in addresses if name.startswith("_modules/")]
         addresses = [name for name in addresses if name not in sources[2:]] or ["book/index.html"]

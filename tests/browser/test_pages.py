@@ -83,3 +83,10 @@ def test_the_address_of_the_whole_leads_to_the_front_page(visit):
     read: Visit = visit("search.html")
     read.page.goto(read.site)
     read.page.wait_for_url("**/book/index.html")
+
+
+def test_old_addresses_of_chapters_lead_to_the_new_ones_and_to_the_place_in_them(visit, forwarded):
+    read: Visit = visit("search.html")
+    for old, new in forwarded.items():
+        read.page.goto(f"{read.site}{old}.html#exercises")
+        read.page.wait_for_url(f"**/notebooks/{new}#exercises")
