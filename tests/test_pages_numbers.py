@@ -125,6 +125,33 @@ def test_course_counts_the_exercises_of_each_chapter() -> None:
     }
 
 
+def test_course_does_an_easy_exercise_of_each_chapter_in_class() -> None:
+    rows = re.findall(r"^\| \d \| .*", (ROOT / "book" / "course.md").read_text("utf-8"), re.MULTILINE)
+    chosen = dict(re.findall(r"\b(\d+)\.(\d)\b", "\n".join(rows)))
+    hardness = {
+        number: re.findall(
+            rf"### Exercise {number}\.(\d): .*?\((easy|medium|hard)\)", path.read_text("utf-8")
+        )
+        for number, path in enumerate(CHAPTERS, 1)
+    }
+    assert [int(number) for number in chosen] == list(range(1, 17))  # the appendices are left out
+    for number, exercise in chosen.items():
+        of_chapter = dict(hardness[int(number)])
+        easiest = min(of_chapter.values(), key=["easy", "medium", "hard"].index)
+        assert of_chapter[exercise] == easiest, f"exercise {number}.{exercise}"
+
+
+def test_course_says_how_long_chapters_are() -> None:
+    words = {}
+    for number, path in enumerate(CHAPTERS, 1):
+        cells = json.loads(path.read_text("utf-8"))["cells"]
+        texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+        words[number] = sum(len(text.split()) for text in texts)
+    assert 1_700 <= min(words.values()) <= 1_800
+    assert 4_200 <= max(words.values()) <= 4_300
+    assert sorted(sorted(words, key=lambda number: words[number])[-2:]) == [7, 9]
+
+
 # ------------------------------------------------------------------------------- explorers, glossary, running
 
 

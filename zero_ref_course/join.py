@@ -270,7 +270,7 @@ def _without_join() -> str:
 
 @prediction(
     "join.equal",
-    "After how many of its seven iterations does rank 2 have the parameters of plain AdamW?",
+    "Of rank 2's seven iterations, how many end with the parameters of plain AdamW?",
     unit="iterations",
 )
 def _equal_on_rank_2() -> float:
