@@ -17,9 +17,10 @@ from zero_ref.simulator.memory import MemorySettings, average_memory, with_peak
 from zero_ref.simulator.models import TRANSFORMERS
 from zero_ref.simulator.scenario import Scenario
 
-DEVICES: dict[str, Device] = {
-    one.device.name: one.device for one in CLUSTERS.values() if one.device.memory_gb is not None
-}
+WITH_MEMORY = tuple(name for name, one in CLUSTERS.items() if one.device.memory_gb is not None)
+"""The clusters whose devices have a known memory, so that something can be said to fit."""
+
+DEVICES: dict[str, Device] = {CLUSTERS[name].device.name: CLUSTERS[name].device for name in WITH_MEMORY}
 
 FAR = 3.0
 """A device's memory this many times above all bars would press them flat: it is named, not drawn."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from zero_ref.live.explorer import RANKS, Answer, Control, Explorer
-from zero_ref.live.memory import device_mark, scale_bytes
+from zero_ref.live.memory import WITH_MEMORY, device_mark, scale_bytes
 from zero_ref.live.numbers import short_bytes, short_count
 from zero_ref.live.palette import INK, MUTED, PAPER, SERIES_COLOURS
 from zero_ref.live.svg import LINE, MARGIN, axis, curve, element, key, line, picture, text, text_width, ticks
@@ -130,12 +130,7 @@ SEARCH = Explorer(
     "Search explorer",
     (
         Control("model", "model", "llama3-8b", tuple(TRANSFORMERS)),
-        Control(
-            "cluster",
-            "cluster",
-            "h100-ib",
-            tuple(name for name, one in CLUSTERS.items() if one.device.memory_gb is not None),
-        ),
+        Control("cluster", "cluster", "h100-ib", WITH_MEMORY),
         Control("ranks", "ranks", 64, RANKS),
         Control("tokens", "tokens of an update", 2**21, TOKENS, {one: short_count(one) for one in TOKENS}),
     ),

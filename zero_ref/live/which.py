@@ -7,7 +7,7 @@ from typing import Any
 
 from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, controls_of
 from zero_ref.live.lanes import COLOURS
-from zero_ref.live.memory import VERDICTS as MEMORY_VERDICTS, device_mark, scale_bytes
+from zero_ref.live.memory import VERDICTS as MEMORY_VERDICTS, WITH_MEMORY, device_mark, scale_bytes
 from zero_ref.live.numbers import short_bytes, short_time
 from zero_ref.live.palette import ALARM, INK, PART_COLOURS, tint
 from zero_ref.live.svg import LINE, MARGIN, Stacked, bar, key, picture, text, text_width
@@ -136,12 +136,7 @@ WHICH = Explorer(
     "Which stage?",
     (
         Control("model", "model", "llama3-8b", tuple(TRANSFORMERS)),
-        Control(
-            "cluster",
-            "cluster",
-            "h100-ib",
-            tuple(name for name, one in CLUSTERS.items() if one.device.memory_gb is not None),
-        ),
+        Control("cluster", "cluster", "h100-ib", WITH_MEMORY),
         Control("ranks", "ranks", 8, RANKS),
         *controls_of(Scenario, ("batch", "sequence", "checkpointing"), sequence=4096, checkpointing="full"),
         Control("accumulation", "passes of an update", 1, (1, 2, 4, 8, 16)),
