@@ -50,8 +50,7 @@ def test_frozen_parameters_are_in_the_file_without_state() -> None:
     params = (ParamSpec(1000), ParamSpec(500, trainable=False))
     saved = Saved(params, sorted_greedy(params, 2), ADAM)
     assert (saved.parameter_bytes, saved.state_bytes) == (6000, 8004)
-    assert list(saved.parcel_bytes(0)) == [(8000, True)]
-    assert list(saved.parcel_bytes(1)) == []
+    assert saved.of_rank == ((4000, 4, 8000, 8000), (2000, 0, 0, 0))
 
 
 def test_without_parameters_only_the_state_counts() -> None:

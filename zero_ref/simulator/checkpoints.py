@@ -113,9 +113,8 @@ def save(way: str, saved: Saved, cluster: Cluster) -> Passage:
             crossing=saved.file_bytes,
         )
     else:
-        at_once = (
-            owned if "background" in way else [0 if one_memory else saved.largest_bytes(r) for r in ranks]
-        )
+        largest = [0 if one_memory else one.largest for one in saved.of_rank]
+        at_once = owned if "background" in way else largest
         needs = _Needs([0] * saved.ranks, at_once, owned, [0] * saved.ranks, 0.0, max(owned))
     return needs.passage(way, cluster)
 
@@ -181,7 +180,7 @@ def _parts_of_load(way: str, saved: Saved, rank: int) -> _Parts:
         case "whole":
             return _Parts(saved.file_bytes, copied=own)
         case "whole, without a copy":
-            return _Parts(saved.file_bytes, copied=saved.copied_bytes(rank))
+            return _Parts(saved.file_bytes, copied=saved.of_rank[rank].copied)
         case "whole, mapped":
             return _Parts(0, copied=own)
         case "broadcast":
@@ -190,9 +189,9 @@ def _parts_of_load(way: str, saved: Saved, rank: int) -> _Parts:
             # New parameters are kept apart until all ranks have theirs. So are the old ones that a rank owns.
             return _Parts(own + saved.own_parameter_bytes[rank], beside=saved.parameter_bytes)
         case "in place":
-            return _Parts(saved.largest_bytes(rank))
+            return _Parts(saved.of_rank[rank].largest)
         case _:
-            return _Parts(saved.largest_bytes(rank), beside=own)
+            return _Parts(saved.of_rank[rank].largest, beside=own)
 
 
 class _Needs(NamedTuple):
@@ -242,10 +241,9 @@ def _staging(saved: Saved, one_memory: bool) -> list[int]:
 
     Small tensors are joined. From an accelerator rank 0 receives large ones through the buffer too.
     """
-    of_owners = [list(saved.parcel_bytes(owner)) for owner in range(1, saved.ranks)]
-    joined = [max((nbytes for nbytes, joins in one if joins), default=0) for one in of_owners]
-    all_of_them = [max((nbytes for nbytes, _ in one), default=0) for one in of_owners]
-    return [max(joined if one_memory else all_of_them, default=0), *joined]
+    joined = [one.joined for one in saved.of_rank[1:]]
+    received = joined if one_memory else [one.parcel for one in saved.of_rank[1:]]
+    return [max(received, default=0), *joined]
 
 
 def _gathering_ms(saved: Saved, cluster: Cluster) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from zero_ref.plan.parcels import parcels
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
@@ -57,7 +58,11 @@ class Saved:
     @cached_property
     def state_bytes(self) -> int:
         """Bytes of the whole optimizer's state."""
-        return sum(self._state_of(number, param.numel) for number, param in enumerate(self.params))
+        return sum(
+            param.numel * one.tensors * one.itemsize + one.scalars
+            for param, one in zip(self.params, self._each)
+            if param.numel
+        )
 
     @property
     def file_bytes(self) -> int:
@@ -75,60 +80,69 @@ class Saved:
         """Bytes of the state that each rank owns."""
         return state_bytes_of_rank(self.partition, self.params, self.rule)
 
-    @property
+    @cached_property
     def largest_whole_bytes(self) -> int:
         """Bytes of the largest tensor in the file."""
-        wholes = (Slice(number, 0, param.numel) for number, param in enumerate(self.params))
-        return max(map(self._largest_tensor, wholes), default=0)
+        return max((param.numel * one.largest for param, one in zip(self.params, self._each)), default=0)
 
-    def largest_bytes(self, rank: int) -> int:
-        """Bytes of the largest tensor, or part of one, that a rank owns."""
-        return max(map(self._largest_tensor, self.partition.slices_of_rank[rank]), default=0)
+    @cached_property
+    def of_rank(self) -> tuple[OfRank, ...]:
+        """The most that each rank handles at one time."""
+        return tuple(map(self._of_rank, self.partition.slices_of_rank))
 
-    def copied_bytes(self, rank: int) -> int:
-        """Bytes of the state that a rank copies though it need not: of cut parameters, and step counts."""
-        return sum(
-            self._state_of(piece.param, piece.numel)
-            - (0 if self._is_cut(piece) else self._tensor_bytes(piece) * self._rule(piece.param).tensors)
-            for piece in self.partition.slices_of_rank[rank]
-        )
+    def _of_rank(self, pieces: Sequence[Slice]) -> OfRank:
+        largest = copied = 0
+        sizes: list[tuple[str, int]] = []  # of each tensor of the state: its dtype, its bytes
+        for param, start, stop in pieces:
+            one, numel = self._each[param], stop - start
+            nbytes = numel * one.itemsize
+            largest = max(largest, numel * one.largest)
+            copied += one.scalars + (nbytes * one.tensors if numel != self.params[param].numel else 0)
+            sizes += [(one.dtype, nbytes)] * one.tensors
+        together = [[sizes[number][1] for number in numbers] for numbers in parcels(sizes)]
+        joined = max((sum(parcel) for parcel in together if len(parcel) > 1), default=0)
+        return OfRank(largest, copied, max(map(sum, together), default=0), joined)
 
-    def parcel_bytes(self, owner: int) -> Iterator[tuple[int, bool]]:
-        """The bytes of each message in which an owner's state is gathered, and whether it joins tensors."""
-        sizes = [
-            (self._dtype(piece.param), self._tensor_bytes(piece))
-            for piece in self.partition.slices_of_rank[owner]
-            if self._has_state(piece.param)
-            for _ in range(self._rule(piece.param).tensors)
-        ]
-        for numbers in parcels(sizes):
-            yield sum(sizes[number][1] for number in numbers), len(numbers) > 1
+    @cached_property
+    def _each(self) -> tuple[_Element, ...]:
+        return tuple(_element(param, self.rule.of(param), self.parameters) for param in self.params)
 
-    def _rule(self, param: int) -> StateRule:
-        return self.rule.of(self.params[param])
 
-    def _has_state(self, param: int) -> bool:
-        return self.params[param].trainable or self._rule(param).for_frozen
+class OfRank(NamedTuple):
+    """Bytes of what a rank handles at one time.
 
-    def _state_of(self, param: int, numel: int) -> int:
-        rule = self._rule(param)
-        return (
-            rule.nbytes(numel, itemsize_of(self.params[param].dtype))
-            if numel and self._has_state(param)
-            else 0
-        )
+    Args:
+        largest: the largest tensor, or part of one, that it owns.
+        copied: state that it copies though it need not: of cut parameters, and step counts.
+        parcel: the largest message in which its state is gathered.
+        joined: the largest such message that joins tensors.
+    """
 
-    def _dtype(self, param: int) -> str:
-        return "32 bits" if self._rule(param).itemsize else self.params[param].dtype
+    largest: int
+    copied: int
+    parcel: int
+    joined: int
 
-    def _tensor_bytes(self, piece: Slice) -> int:
-        """Of one tensor of a slice's state."""
-        return piece.numel * (self._rule(piece.param).itemsize or itemsize_of(self.params[piece.param].dtype))
 
-    def _largest_tensor(self, piece: Slice) -> int:
-        of_param = piece.numel * itemsize_of(self.params[piece.param].dtype) if self.parameters else 0
-        has_tensors = self._has_state(piece.param) and self._rule(piece.param).tensors
-        return max(of_param, self._tensor_bytes(piece) if has_tensors else 0)
+class _Element(NamedTuple):
+    """The state of an element of a parameter: tensors that have it, their dtype and its bytes in each.
 
-    def _is_cut(self, piece: Slice) -> bool:
-        return piece.numel != self.params[piece.param].numel
+    Beside them are `scalars`, the bytes that a part of the parameter has once. `largest` are the bytes of the
+    element in the tensor of the file that has most of it.
+    """
+
+    tensors: int
+    dtype: str
+    itemsize: int
+    scalars: int
+    largest: int
+
+
+def _element(param: ParamSpec, rule: StateRule, parameters: bool) -> _Element:
+    in_param = itemsize_of(param.dtype) if parameters else 0
+    if not (param.trainable or rule.for_frozen):
+        return _Element(0, param.dtype, 0, 0, in_param)
+    itemsize = rule.itemsize or itemsize_of(param.dtype)
+    in_state = itemsize if rule.tensors else 0
+    dtype = "of the rule" if rule.itemsize else param.dtype
+    return _Element(rule.tensors, dtype, itemsize, rule.scalar_bytes, max(in_param, in_state))
