@@ -164,6 +164,7 @@ CHAPTER_OF = {
     "zero_ref.lab.meter.recording_distributed": 17,
     "zero_ref.lab.meter.recording_all_reduce": 6,
     "zero_ref.lab.meter.timing": 5,
+    "zero_ref.lab.simulated_checkpoints": 10,
     "zero_ref.lab.tensor_peak": 1,
     "zero_ref.lab.rpc_meter": 18,
     "zero_ref.lab.recorder": 6,

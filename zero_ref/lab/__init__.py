@@ -10,7 +10,7 @@
 - `settings`, `logs`, `dry_run`, `commands`: its options in a file, its logs, its prediction alone, and how to
   type it;
 - `compare`, `demo`, `report`: strategies side by side;
-- `simulated`, `searched`: what the simulator says, as a table and as JSON;
+- `simulated`, `simulated_checkpoints`, `searched`: what the simulator says, as a table and as JSON;
 - `own`: the reader's own optimizer, loaded from its file and trained;
 - `source`, `stairs`: code as the book shows it, and what a stair changes in the one before;
 - `pieces`, `step_times`: what single calls and whole iterations take on this machine;
