@@ -226,14 +226,14 @@ def test_on_288_ranks_each_load_of_experts_drops_by_their_state() -> None:
 
 # --------------------------------------------------------------------------------------------- command
 
-SIMULATE = ["simulate", "--model", "gpt2", "--ranks", "8", "--checkpoint"]
+SIMULATE = ["simulate", "--model", "gpt2", "--ranks", "16", "--checkpoint"]
 
 
 def test_the_command_prints_what_the_functions_say(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*SIMULATE, "--compare", "zero-2", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)["checkpoints"]
     assert list(printed) == ["zero-even", "zero-2"]
-    scenario = Scenario(MODELS["gpt2"], H100, 8)
+    scenario = Scenario(MODELS["gpt2"], H100, 16)  # two nodes
     for strategy, values in printed.items():
         saved = saved_by(scenario, strategy)
         assert saved.rule == MASTERS

@@ -104,9 +104,9 @@ def print_checkpoints(scenario: Scenario, strategies: Sequence[str], width: int 
             f"{format_bytes(saved.state_bytes)} of state"
         )
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        table.add_column("", no_wrap=True)
+        table.add_column("")
         for name in ("device", "host", "node", "storage", "time"):
-            table.add_column(name, justify="right", no_wrap=True)
+            table.add_column(name, justify="right")
         for verb, ways in zip(("save", "load"), passages(scenario, strategy)):
             table.add_row(verb, style="bold")
             for one in ways:
