@@ -263,7 +263,7 @@ def test_the_table_fits_into_80_columns_and_says_what_is_supposed(capsys: pytest
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--compare", "ddp"], "under ddp no rank of the optimizer owns a part of the state"),
+        (["--compare", "ddp"], "Under ddp, with these options, it has none."),
         (["--offload"], "Leave out --offload"),
     ],
 )

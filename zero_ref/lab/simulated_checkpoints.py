@@ -31,8 +31,8 @@ def saved_by(scenario: Scenario, strategy: str) -> Saved:
     owned = scenario.partition(strategy)
     if not isinstance(owned, Partition):
         raise ValueError(
-            f"--checkpoint: under {strategy} no rank of the optimizer owns a part of the state, so this does "
-            "not apply. Choose zero-even or another strategy with owners."
+            "--checkpoint is about one state that ranks share, each element of it with one owner. Under "
+            f"{strategy}, with these options, it has none. Choose zero-even or another strategy with owners."
         )
     if scenario.offload:
         raise ValueError(
