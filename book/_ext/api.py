@@ -145,6 +145,7 @@ CHAPTER_OF = {
     "zero_ref.simulator.kernels": 16,
     "zero_ref.simulator.logs": 16,
     "zero_ref.simulator.published": 16,
+    "zero_ref.simulator.runs": 16,
     "zero_ref.simulator.validation": 16,
     "zero_ref.simulator.spread": 16,
     "zero_ref.lab.ranks": 1,

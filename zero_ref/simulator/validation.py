@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zero_ref.simulator.published import Run, published
 from zero_ref.simulator.scenario import Scenario
@@ -21,13 +21,8 @@ FIGURES = ("time", "memory")
 
 GIB = 2**30
 
-NAMES = {
-    "none": "selective",  # with flash attention, which "none" here is without
-    "full": "full",
-    "by operation": "by-operation",
-    "every other block": "every-other-block",
-}
-"""What the simulator calls the published ways of checkpointing."""
+NAMES = {"none": "selective"}
+"""What the simulator calls a published way of checkpointing: its own "none" is without flash attention."""
 
 
 def scenario_of(run: Run) -> Scenario:
@@ -38,14 +33,15 @@ def scenario_of(run: Run) -> Scenario:
     (8, 2, 'H100 96 GB')
     """
     data = published()
-    taken = {each.name for each in fields(Scenario)} & {each.name for each in fields(Run)}
-    options: dict[str, Any] = {name: getattr(run, name) for name in taken - {"cluster", "checkpointing"}}
     return Scenario(
         data.models[run.model],
         data.clusters[run.cluster].cluster(run.cluster),
         run.ranks,
-        checkpointing=NAMES[run.checkpointing],
-        **options,
+        batch=run.batch,
+        sequence=run.sequence,
+        accumulation=run.accumulation,
+        checkpointing=NAMES.get(run.checkpointing, run.checkpointing),
+        **run.options,
     )
 
 
