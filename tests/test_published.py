@@ -148,7 +148,7 @@ SIZES = {"width": 8, "depth": 1, "heads": 1, "vocabulary": 9, "positions": 8}
         ({"id": "kempner-8b-1"}, "mine: there is a run 'kempner-8b-1' already"),
         ({"bacth": 3}, r"mine.runs\[0\] has no 'bacth' \(did you mean 'batch'\?\)"),
         ({"compiled": 3}, r"mine.runs\[0\].compiled must be true or false, not 3"),
-        ({"model": "lama"}, "unknown model of run mine: 'lama'; choose one of llama3-8b"),
+        ({"model": "llama9"}, "unknown model of run mine: 'llama9'; choose one of llama3-8b"),
         ({"cluster": "h100"}, "unknown cluster of run mine: 'h100'; choose one of a100-80"),
     ],
 )

@@ -148,6 +148,7 @@ CHAPTER_OF = {
     "zero_ref.simulator.runs": 16,
     "zero_ref.simulator.validation": 16,
     "zero_ref.simulator.spread": 16,
+    "zero_ref.simulator.submission": 16,
     "zero_ref.lab.ranks": 1,
     "zero_ref.lab.placement": 1,
     "zero_ref.lab.patience": 1,

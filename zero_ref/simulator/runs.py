@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from zero_ref.simulator._checks import check_name
-from zero_ref.simulator.cluster import Cluster, Link, cluster
+from zero_ref.simulator._records import checked
+from zero_ref.simulator.cluster import Cluster, Device, Link, cluster
 from zero_ref.simulator.models import Transformer
 
 USES = ("fit time", "fit memory", "fit", "test")
@@ -68,6 +69,8 @@ class Machines:
         device: fields of `cluster.Device`.
         ranks_per_node, between_gb_per_s: None as in the preset.
         supposed: what the source does not say.
+    Raises:
+        ValueError: the preset is unknown, or as `Device`, `Link` and `Cluster`.
     """
 
     preset: str
@@ -76,6 +79,13 @@ class Machines:
     ranks_per_node: int | None = None
     between_gb_per_s: float | None = None
     supposed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(Device)
+        for name, value in self.device.items():
+            check_name("field of a device", name, hints)
+            checked(hints[name], value, f"device.{name}")
+        self.cluster("")  # raises what is wrong
 
     def cluster(self, name: str) -> Cluster:
         """As the simulator takes it.
