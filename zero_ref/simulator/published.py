@@ -98,10 +98,8 @@ class Run:
         batch: sequences that a rank computes in one go.
         sequence: tokens in each.
         accumulation: how often, before an update is made.
-        strategy, dtype, masters, no_sync, reduce_dtype, bucket_view, compiled, fused_loss, shard_group: as
-            `Scenario`. A run without DDP, whose gradients lie once, has a `bucket_view`.
-        checkpointing: "none" (with flash attention), "by operation" and "every other block" as torchtitan
-            means them, or "full".
+        checkpointing, strategy, dtype, masters, no_sync, reduce_dtype, bucket_view, compiled, fused_loss,
+            shard_group: as `Scenario`. A run without DDP, whose gradients lie once, has a `bucket_view`.
         time: what was published: one of tokens_per_s_gpu, ms (of an iteration) and tflops (of each GPU, with
             the operations that are computed again).
         memory_gib: of the fullest GPU.

@@ -21,14 +21,6 @@ FIGURES = ("time", "memory")
 
 GIB = 2**30
 
-NAMES = {
-    "none": "selective",  # with flash attention, which "none" here is without
-    "full": "full",
-    "by operation": "by-operation",
-    "every other block": "every-other-block",
-}
-"""What the simulator calls the published ways of checkpointing."""
-
 
 def scenario_of(run: Run) -> Scenario:
     """A published run as a scenario.
@@ -39,12 +31,11 @@ def scenario_of(run: Run) -> Scenario:
     """
     data = published()
     taken = {each.name for each in fields(Scenario)} & {each.name for each in fields(Run)}
-    options: dict[str, Any] = {name: getattr(run, name) for name in taken - {"cluster", "checkpointing"}}
+    options: dict[str, Any] = {name: getattr(run, name) for name in taken - {"cluster"}}
     return Scenario(
         data.models[run.model],
         data.clusters[run.cluster].cluster(run.cluster),
         run.ranks,
-        checkpointing=NAMES[run.checkpointing],
         **options,
     )
 
