@@ -14,14 +14,12 @@ import pytest
 
 from zero_ref import cli
 from zero_ref.cli.validate import as_json, print_validation
-from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.published import Run, published
 from zero_ref.simulator.spread import SHARE
 from zero_ref.simulator.validation import (
     FIGURES,
     GIB,
-    NAMES,
     Compared,
     Validation,
     compare,
@@ -84,14 +82,9 @@ def test_a_scenario_has_the_runs_configuration(run: Run) -> None:
         run.batch,
         run.sequence,
     )
-    assert scenario.checkpointing == NAMES.get(run.checkpointing, run.checkpointing)
+    assert scenario.checkpointing == run.checkpointing
     for name, value in run.options.items():
         assert getattr(scenario, name) == value, name
-
-
-def test_every_way_of_checkpointing_has_a_name_here() -> None:
-    published_ways = {run.checkpointing for run in published().runs}
-    assert {NAMES.get(way, way) for way in published_ways} <= set(CHECKPOINTING)
 
 
 def test_a_run_is_compared_in_all_that_was_published_of_it() -> None:
