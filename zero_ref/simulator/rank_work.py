@@ -159,3 +159,9 @@ class RankWork(Training):
     def _state_itemsize(self) -> int:
         """Bytes of an element of the state, and of parameters as local-sgd averages them."""
         return 4 if self._mixed else DTYPES[self.dtype]
+
+    @property
+    def _tied(self) -> bool:
+        """The output head is the embedding."""
+        model = self.transformer
+        return model is not None and model.head is None and getattr(model, "tied", isinstance(model, GPT2))

@@ -16,9 +16,10 @@ from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.partition import Partition
 from zero_ref.simulator.ledger import nbytes_of
-from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks, with_peak
+from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
 from zero_ref.simulator.models import blocks
 from zero_ref.simulator.options import used_values
+from zero_ref.simulator.peak import with_peak
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.rank_work import RankWork
@@ -160,6 +161,9 @@ class Scenario(RankWork):
             head_bytes=found.head,
             loss_bytes=found.loss,
             block_bytes=found.again + found.gradients,
+            last_block_bytes=found.blocks // max(1, getattr(self.transformer, "depth", 1)),
+            ddp=self.world_size > 1,
+            tied=self._tied,
             accumulates=how.accumulation > 1,
             no_sync=how.no_sync,
             reduced_itemsize=None if how.reduce_dtype is None else DTYPES[how.reduce_dtype],
@@ -275,7 +279,8 @@ class SimulatedRun:
 
         The kinds are those of `held.KINDS`, and "allocator, libraries", which is taken to be the same all the
         time. The largest sum is `peak_bytes` if the peak is in the loss or in the update. If it is in the
-        backward of a block, the sum has gradients that `peak_bytes` does not count there, some percent more.
+        backward of a block, the two differ by some percent: `peak_bytes` has the buffers of the largest block
+        there, and the sum those of each block.
 
         Args:
             rank: None for the fullest.
