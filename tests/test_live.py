@@ -20,8 +20,9 @@ from zero_ref.live.palette import MANY_RANKS, RANK_COLOURS, rank_colour
 from zero_ref.live.svg import bar, element, key, text_width, ticks, wrapped
 from zero_ref.plan.choice import plan_partition
 from zero_ref.simulator.cluster import CLUSTERS, Link
-from zero_ref.simulator.memory import MemorySettings, average_memory, with_peak
+from zero_ref.simulator.memory import MemorySettings, average_memory
 from zero_ref.simulator.models import MODELS, shapes, specs
+from zero_ref.simulator.peak import with_peak
 from zero_ref.simulator.play import play
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario

@@ -54,11 +54,12 @@ PHASES_IN_WORDS = {
     "forward": "after forward",
     "loss": "at the loss",
     "backward": "in backward",
+    "last block": "in backward's last block",
     "reduction": "after backward",
     "step": "in the step",
     "sending": "while sending",
 }
-"""The phases of `memory.PHASES`, as the table has them."""
+"""The phases of `peak.PHASES`, as the table has them."""
 
 FITS = {True: "fits", False: "does not fit", None: "undecided"}
 

@@ -20,7 +20,7 @@ from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.decoders import Decoder
 from zero_ref.simulator.kernels import Kernels, kernels
 from zero_ref.simulator.ledger import STATE_RULES, StateRule, nbytes_of, state_rule
-from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks, with_peak
+from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
 from zero_ref.simulator.models import (
     GPT2,
     Architecture,
@@ -33,6 +33,7 @@ from zero_ref.simulator.models import (
 )
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.options import Option, check_options, explained, listed, used_values
+from zero_ref.simulator.peak import with_peak
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import LOCAL_SGD, REDUCED_IN, Recipe, recipe
@@ -400,6 +401,12 @@ class Scenario:
         return self.masters and DTYPES[self.dtype] == 2
 
     @property
+    def _tied(self) -> bool:
+        """The output head is the embedding."""
+        model = self.transformer
+        return model is not None and model.head is None and getattr(model, "tied", isinstance(model, GPT2))
+
+    @property
     def _state_itemsize(self) -> int:
         """Bytes of an element of the state, and of parameters as local-sgd averages them."""
         return 4 if self._mixed else DTYPES[self.dtype]
@@ -457,6 +464,9 @@ class Scenario:
             head_bytes=found.head,
             loss_bytes=found.loss,
             block_bytes=found.again + found.gradients,
+            last_block_bytes=found.blocks // max(1, getattr(self.transformer, "depth", 1)),
+            ddp=self.world_size > 1,
+            tied=self._tied,
             accumulates=how.accumulation > 1,
             no_sync=how.no_sync,
             reduced_itemsize=None if how.reduce_dtype is None else DTYPES[how.reduce_dtype],
@@ -572,7 +582,8 @@ class SimulatedRun:
 
         The kinds are those of `held.KINDS`, and "allocator, libraries", which is taken to be the same all the
         time. The largest sum is `peak_bytes` if the peak is in the loss or in the update. If it is in the
-        backward of a block, the sum has gradients that `peak_bytes` does not count there, some percent more.
+        backward of a block, the two differ by some percent: `peak_bytes` has the buffers of the largest block
+        there, and the sum those of each block.
 
         Args:
             rank: None for the fullest.
