@@ -21,7 +21,6 @@ from zero_ref.simulator.spread import SHARE
 from zero_ref.simulator.validation import (
     FIGURES,
     GIB,
-    NAMES,
     Compared,
     Validation,
     compare,
@@ -85,14 +84,13 @@ def test_a_scenario_has_the_runs_configuration(run: Run) -> None:
         run.batch,
         run.sequence,
     )
-    assert scenario.checkpointing == NAMES.get(run.checkpointing, run.checkpointing)
+    assert scenario.checkpointing == run.checkpointing
     for name, value in run.options.items():
         assert getattr(scenario, name) == value, name
 
 
 def test_every_way_of_checkpointing_has_a_name_here() -> None:
-    published_ways = {run.checkpointing for run in published().runs}
-    assert {NAMES.get(way, way) for way in published_ways} <= set(CHECKPOINTING)
+    assert {run.checkpointing for run in published().runs} <= set(CHECKPOINTING)
 
 
 def test_a_run_is_compared_in_all_that_was_published_of_it() -> None:

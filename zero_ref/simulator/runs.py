@@ -123,7 +123,7 @@ class Run:
         batch: sequences that a rank computes in one go.
         sequence: tokens in each.
         accumulation: how often, before an update is made.
-        checkpointing: as `Scenario`, but that "none" has fused attention.
+        checkpointing: as `Scenario`.
         options: further fields of `Scenario`, which a file has beside the others. A run without DDP, whose
             gradients lie once, has a `bucket_view`.
         time: what was published: one of tokens_per_s_gpu, ms (of an iteration) and tflops (of each GPU, with

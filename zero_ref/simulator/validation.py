@@ -22,9 +22,6 @@ FIGURES = ("time", "memory")
 
 GIB = 2**30
 
-NAMES = {"none": "selective"}
-"""What the simulator calls a published way of checkpointing: its own "none" is without flash attention."""
-
 
 def scenario_of(run: Run, data: Published | None = None) -> Scenario:
     """A published run as a scenario.
@@ -46,7 +43,7 @@ def scenario_of(run: Run, data: Published | None = None) -> Scenario:
         batch=run.batch,
         sequence=run.sequence,
         accumulation=run.accumulation,
-        checkpointing=NAMES.get(run.checkpointing, run.checkpointing),
+        checkpointing=run.checkpointing,
         **run.options,
     )
 
