@@ -25,6 +25,7 @@ from zero_ref.simulator.validation import (
     compare,
     largest,
     predict,
+    predicted,
     scenario_of,
     validate,
     verdicts,
@@ -95,6 +96,8 @@ def test_a_run_is_compared_in_all_that_was_published_of_it() -> None:
     assert by_figure["memory"].predicted == simulated.memory.reserved_bytes / GIB
     unpooled = scenario_of(published().run("llmc-309-124m-z0")).run("ddp").memory
     assert predict("llmc-309-124m-z0").gib == (unpooled.allocated_bytes + unpooled.library_bytes) / GIB
+    seen = replace(published().run("titan-8b-8"), memory_of="driver")
+    assert predicted(seen, scenario_of(seen)).gib == simulated.memory.peak_bytes / GIB
     assert [one.figure for one in compare(published().run("trainy-8b-32"))] == ["memory"]
 
 

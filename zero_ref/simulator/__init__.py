@@ -19,7 +19,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `schedule`: the iteration of a strategy, its calls one by one, and what each rank holds;
 - `timeline`: when each part of an iteration happens on a rank, and what is hidden behind computing;
 - `traffic`: how many messages and bytes a collective makes;
-- `presets`: known GPUs, links and clusters, as tables to extend;
+- `devices`, `presets`: known GPUs, links and clusters, as tables to extend;
 - `cluster`: links and devices, and how long each collective takes on them;
 - `kernels`: what a transformer computes, and what limits it: arithmetic, attention, memory;
 - `price`: how long each operation of a schedule takes on a cluster;
