@@ -200,6 +200,8 @@ def test_a_run_may_name_presets_a_configuration_and_any_option_of_a_scenario() -
     assert data.run("mine").options == {
         "masters": False,
         "bucket_view": True,
+        "norms": "composite",
+        "repeated_kv": True,
         "compiled": True,
         "prefetch": 2,
     }
