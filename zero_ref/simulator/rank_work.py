@@ -14,6 +14,7 @@ from zero_ref.simulator.ledger import StateRule, state_rule
 from zero_ref.simulator.models import GPT2, Llama, ParamShape, matrices_whole, specs, trained
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.training import DTYPES, Training
+from zero_ref.simulator.updates import update_kernels
 
 
 @dataclass(frozen=True)
@@ -137,15 +138,25 @@ class RankWork(Training):
 
     @property
     def workload(self) -> Workload:
-        """A step reads value, gradient and state, and writes value and state."""
+        """What forward and backward compute, and what an update reads and writes."""
         return Workload(
             self.tokens_of_pass,
             recompute=self.checkpointing == "full",
-            step_bytes=self._state_itemsize * (3 + 2 * state_rule(self.optimizer).tensors),
+            step_bytes=self._step_bytes,
             attention_share=self.attention_share,
             kernels=self.kernels,
             active_share=self.active / self.numel,
         )
+
+    @property
+    def _step_bytes(self) -> int:
+        """Bytes that an update reads and writes for each element.
+
+        A fused one beside 16-bit parameters reads their gradients and writes them itself. Else gradients are
+        first converted to 32 bits, and parameters from them at the end: 6 bytes each.
+        """
+        converted = 12 if self._mixed and self.update != "fused" else 0
+        return self._state_itemsize * update_kernels(self.optimizer, self.update).touched + converted
 
     @property
     def state(self) -> StateRule:

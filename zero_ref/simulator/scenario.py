@@ -52,6 +52,7 @@ class Scenario(RankWork):
         prefetch: as `Recipe`.
         masters: beside 16-bit parameters the optimizer keeps 32-bit copies and state; False for state in the
             parameters' dtype and no copies.
+        update: one of `updates.UPDATES`. torch.optim on a GPU is "foreach" unless it is given fused=True.
         bucket_view: DDP's `gradient_as_bucket_view`. False, its default, keeps all gradients twice.
     Raises:
         ValueError: the batch, the sequence, the accumulation or `world_size` is below 1, a name is unknown,
@@ -153,6 +154,7 @@ class Scenario(RankWork):
             usual.stage,
             convention="mixed-16" if self._mixed else None,
             optimizer=self.optimizer,
+            update=self.update,
             gradient_as_bucket_view=self.bucket_view,
             bucket_bytes=max(bucket_bytes, default=0) * (2 if usual.without_ddp else 1),
             gathered_units=1 + self.prefetch,

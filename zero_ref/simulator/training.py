@@ -15,6 +15,7 @@ from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.options import Option, check_options, explained, listed
 from zero_ref.simulator.recipe import REDUCED_IN, Recipe
 from zero_ref.simulator.schedule import MIB
+from zero_ref.simulator.updates import UPDATES, update_kernels
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element in forward and backward. Of 16-bit parameters the optimizer keeps float32 copies."""
@@ -87,6 +88,9 @@ class Training:
     masters: Annotated[bool, Option(
         "no 32-bit copies of 16-bit parameters: state in the parameters' own dtype",
     )] = True
+    update: Annotated[str, Option(
+        explained(UPDATES) + " (default: %(default)s)", metavar="HOW", choices=UPDATES,
+    )] = "fused"
     compiled: Annotated[bool, Option("blocks are compiled: fewer passes over memory, less is kept")] = False
     fused_loss: Annotated[bool, Option(
         "the cross-entropy is one kernel, which keeps no copy of the logits in 32 bits",
@@ -164,6 +168,7 @@ class Training:
         check_options(self, but=("optimizer",))  # `state_rule` knows them
         if self.offload and state_rule(self.optimizer).of_whole is not None:
             raise ValueError(f"offload is for elementwise optimizers; {self.optimizer} multiplies matrices.")
+        update_kernels(self.optimizer, self.update)
         check_world_size(self.world_size)
         if self.tf32 and self.dtype != "float32":
             raise ValueError(f"tf32 is how products of float32 are made; the dtype is {self.dtype}.")
