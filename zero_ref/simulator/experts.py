@@ -30,7 +30,7 @@ KEPT_SHARED = (
 
 
 OF_ROWS = ("rows", "gate and up", "activation", "gated")
-"""The names of what is kept of each row on the rank of its expert. Results are weighted on the token's rank."""
+"""The names of what is kept of each row on the rank of its expert. Results are kept on the token's own."""
 
 
 def experts(

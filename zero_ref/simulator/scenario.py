@@ -306,7 +306,7 @@ class Scenario:
     def computed_on(self) -> float:
         """Parameters that the busiest rank computes with, for each of its own tokens.
 
-        A token goes through `active`. The rank's experts have `expert_load` times as many rows as the average.
+        A token goes through `active`. The rank's experts get `expert_load` times the average of the rows.
         """
         of_experts = sum(shape.numel for shape in self.shapes if is_of_experts(shape.name))
         return self.active + (self.active - self.numel + of_experts) * (self.expert_load - 1)
