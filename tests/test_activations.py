@@ -11,9 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from living import Living
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -356,28 +354,6 @@ def test_the_head_keeps_what_autograd_saves(
 
 
 # ------------------------------------------------------------------------- what lives while a model computes
-
-
-class Living(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make, while they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {one.untyped_storage()._cdata for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor) and (storage := one.untyped_storage())._cdata not in given:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.nbytes())
-        return result
-
-    def nbytes(self) -> int:
-        self._made = {at: made for at, made in self._made.items() if not made[0].expired()}
-        return sum(nbytes for _, nbytes in self._made.values())
 
 
 def every_other_product() -> Any:

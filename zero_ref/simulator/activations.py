@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.architectures import Transformer, outputs_of
+from zero_ref.simulator.experts import OF_ROWS
 from zero_ref.simulator.layers import Kept, Layer, Matrix
 from zero_ref.simulator.norms import NORMS, beside_of_element, kept_beside
 
@@ -201,6 +202,7 @@ def activations(
     norms: str = "fused",
     repeated_kv: bool = False,
     silu_by_hand: bool = False,
+    expert_load: float = 1.0,
 ) -> Activations:
     """A rank's activations under a kind of checkpointing.
 
@@ -232,6 +234,7 @@ def activations(
         repeated_kv: keys and values are copied for every query head before fused attention, as before torch
             had grouped heads there. Unfused attention always needs the copies.
         silu_by_hand: the SiLU of a gated MLP is x * sigmoid(x), which keeps the sigmoid too.
+        expert_load: rows that this rank's experts get, over the average of the ranks that share experts.
     Raises:
         ValueError: `checkpointing`, `attention` or `norms` is unknown, or there is no sequence or no token.
     Source: Korthikanti et al. (arXiv:2205.05198), equation 1 and sections 4.3 and 5; torchtitan's
@@ -247,7 +250,9 @@ def activations(
 
     def of_block(layer: Layer, *left_out: str) -> int:
         numels = (
-            one.numel * (one.nbytes or itemsize)
+            one.numel
+            * (expert_load if layer.routed and one.name in OF_ROWS else 1)
+            * (one.nbytes or itemsize)
             for one in (
                 *kept_of_block(layer, sequence, attention),
                 *kept_beside(
@@ -261,7 +266,7 @@ def activations(
             )
             if one.role not in left_out and not (compiled and one.role == "pointwise")
         )
-        return tokens * sum(numels)
+        return round(tokens * sum(numels))
 
     input_of_block, depth = tokens * width * itemsize, architecture.depth
     wholes = [of_block(layer) for layer in layers]
@@ -285,13 +290,18 @@ def activations(
     if not all(layer.layer_norms for layer in layers):  # the last norm is in no block, and not compiled
         of_norm += width * beside_of_element(norms, itemsize)
     of_logit, in_loss = (itemsize, itemsize) if fused_loss else (loss_itemsize, 2 * loss_itemsize)
-    inside = max((1 + layer.kind.gated) * layer.hidden + layer.moved for layer in layers)
+    # Of experts that not all tokens go to, gradients of all rows that this rank got, and of those it sent.
+    more = expert_load - 1
+    inside = max(
+        (1 + layer.kind.gated) * (layer.hidden + layer.routed * more) + layer.moved * (1 + more / 2)
+        for layer in layers
+    )
     return Activations(
         blocks,
         head=tokens * (of_norm + of_logit * outputs),
         loss=tokens * in_loss * outputs,
         again=again,
-        gradients=tokens * itemsize * (2 * width + inside),
+        gradients=round(tokens * itemsize * (2 * width + inside)),
     )
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
+from zero_ref.simulator.groups import SplitOwners, split
 from zero_ref.simulator.ledger import (
     UNITS,
     Convention,
@@ -24,6 +24,7 @@ from zero_ref.simulator.ledger import (
     state_rule,
 )
 from zero_ref.simulator.models import blocks
+from zero_ref.simulator.updates import update_kernels
 
 FIRST_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
 """The ZeRO stage from which each part of the model's state is divided among the ranks."""
@@ -42,6 +43,7 @@ class MemorySettings:
             torch.optim's own: gradients and moments in each parameter's dtype, no master copy.
         optimizer: a name in `ledger.STATE_RULES`, or a rule. Its tensors take the place of the two moments
             that the convention counts.
+        update: one of `updates.UPDATES`: what the update needs while it lasts.
         gradient_as_bucket_view: as in DDP. False, DDP's default, costs a second copy of the gradients.
         bucket_bytes: of the buffer for messages at stage 1, and of the two buckets of gradients that are on
             their way at stage 2; 0 if tensors are sent without a copy.
@@ -69,6 +71,7 @@ class MemorySettings:
     stage: int
     convention: str | Convention | None = "mixed-16"
     optimizer: str | StateRule = "AdamW"
+    update: str = "fused"
     gradient_as_bucket_view: bool = False
     bucket_bytes: int = 25 * UNITS["MiB"]
     gathered_units: int = 2
@@ -88,7 +91,7 @@ class MemorySettings:
 
     def __post_init__(self) -> None:
         check_stage(self.stage)
-        state_rule(self.optimizer)
+        update_kernels(self.optimizer, self.update)
         if self.convention is not None:
             _ = convention_named(self.convention).master
         sizes = (
@@ -238,7 +241,7 @@ def average_memory(params: Sequence[ParamSpec], world_size: int, settings: Memor
 
 
 def memory_of_ranks(
-    partition: Partition,
+    partition: Partition | SplitOwners,
     params: Sequence[ParamSpec],
     settings: MemorySettings,
     *,
@@ -422,11 +425,13 @@ def _reducing_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> in
     return max(of_unit)
 
 
-def _padding_bytes(partition: Partition, params: Sequence[ParamSpec], settings: MemorySettings) -> int:
+def _padding_bytes(
+    partition: Partition | SplitOwners, params: Sequence[ParamSpec], settings: MemorySettings
+) -> int:
     if not settings.flat:
         return 0
     convention = settings.convention
     return sum(
         flat.padding * (flat.itemsize if convention is None else convention_named(convention).params)
-        for flat in lay_out(partition, params).flats
+        for flat in split(partition, partition.world_size).flats(params)
     )

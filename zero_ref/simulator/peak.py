@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zero_ref.plan.partition import ParamSpec
+from zero_ref.simulator.ledger import state_rule
 from zero_ref.simulator.memory import Memory, MemorySettings, costs, gathered_bytes, unit_bytes, whole_bytes
 from zero_ref.simulator.models import blocks
+from zero_ref.simulator.updates import update_kernels
 
 PHASES = ("forward", "loss", "backward", "last block", "reduction", "step", "sending")
 """When a rank may hold most: at the end of forward, in the backward of the loss, in the block with which
@@ -179,11 +181,24 @@ def _reduced_block(params: Sequence[ParamSpec], settings: MemorySettings) -> int
 
 
 def _step_bytes(params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings) -> float:
-    """What the update needs while it lasts: of 32-bit masters beside 16-bit gradients, these in 32 bits.
+    """What the update needs while it lasts, on the device.
 
-    A fused update needs nothing else. torch's foreach updates, its default, need a copy of one moment.
+    Of 32-bit masters beside 16-bit gradients, these in 32 bits; and the copies of `updates`.
     """
-    if not settings.masters_apart or settings.offload:
+    if settings.offload:
         return 0
     whole = whole_bytes(params, settings)
-    return whole.master and memory.master_bytes
+    in_32_bits = memory.master_bytes if settings.masters_apart and whole.master else 0
+    copies = update_kernels(settings.optimizer, settings.update).copies
+    if not copies or not whole.moments:
+        return in_32_bits
+    of_all = memory.moment_bytes / state_rule(settings.optimizer).tensors
+    if settings.update == "foreach":
+        return in_32_bits + copies * of_all
+    cost = costs(params, settings)
+    largest = max(
+        (one.numel * its.moments for one, its in zip(params, cost, strict=True) if one.trainable), default=0
+    ) / state_rule(settings.optimizer).tensors  # fmt: skip
+    if settings.stage == 3:  # each is cut
+        largest *= memory.moment_bytes / whole.moments
+    return in_32_bits + copies * min(largest, of_all)

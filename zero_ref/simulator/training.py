@@ -8,13 +8,15 @@ from typing import Annotated
 from zero_ref.plan.partition import check_world_size
 from zero_ref.simulator.activations import ATTENTION, CHECKPOINTING, kinds_apart
 from zero_ref.simulator.cluster import Cluster
+from zero_ref.simulator.expert_parallel import check_experts
 from zero_ref.simulator.ledger import STATE_RULES, state_rule
-from zero_ref.simulator.models import Architecture
+from zero_ref.simulator.models import Architecture, trained
 from zero_ref.simulator.norms import NORMS
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.options import Option, check_options, explained, listed
 from zero_ref.simulator.recipe import REDUCED_IN, Recipe
 from zero_ref.simulator.schedule import MIB
+from zero_ref.simulator.updates import UPDATES, update_kernels
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element in forward and backward. Of 16-bit parameters the optimizer keeps float32 copies."""
@@ -54,6 +56,10 @@ def _averages(how: Recipe, _: object) -> bool:
     return how.averaging is not None
 
 
+def _meets_in_every_step(how: Recipe, _: object) -> bool:
+    return how.averaging is None
+
+
 @dataclass(frozen=True)
 class Training:
     """A model, a cluster, and how the model is trained on it. `Scenario` says what the fields mean.
@@ -87,6 +93,9 @@ class Training:
     masters: Annotated[bool, Option(
         "no 32-bit copies of 16-bit parameters: state in the parameters' own dtype",
     )] = True
+    update: Annotated[str, Option(
+        explained(UPDATES) + " (default: %(default)s)", metavar="HOW", choices=UPDATES,
+    )] = "fused"
     compiled: Annotated[bool, Option("blocks are compiled: fewer passes over memory, less is kept")] = False
     fused_loss: Annotated[bool, Option(
         "the cross-entropy is one kernel, which keeps no copy of the logits in 32 bits",
@@ -161,6 +170,15 @@ class Training:
         "(default: %(default)s)",
         metavar="N", least=1, most=2**20, used_by=_averages,
     )] = 1
+    expert_parallel: Annotated[int, Option(
+        "so many consecutive ranks share the experts of each block, whole ones each (default: %(default)s)",
+        metavar="N", least=1, most=2**20, used_by=_meets_in_every_step,
+    )] = 1
+    expert_load: Annotated[float, Option(
+        "rows that the experts of the busiest rank get, over the average of the ranks that share experts "
+        "(default: %(default)s)",
+        metavar="X", least=1, most=10**6, used_by=_meets_in_every_step,
+    )] = 1.0
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -171,7 +189,11 @@ class Training:
         check_options(self, but=("optimizer",))  # `state_rule` knows them
         if self.offload and state_rule(self.optimizer).of_whole is not None:
             raise ValueError(f"offload is for elementwise optimizers; {self.optimizer} multiplies matrices.")
+        update_kernels(self.optimizer, self.update)
         check_world_size(self.world_size)
+        if self.expert_parallel > 1 or self.expert_load > 1:  # else shapes are not needed yet
+            shapes = trained(self.architecture)
+            check_experts(shapes, self.expert_parallel, self.expert_load, self.world_size)
         if self.tf32 and self.dtype != "float32":
             raise ValueError(f"tf32 is how products of float32 are made; the dtype is {self.dtype}.")
         if self.tf32 and "tf32" not in self.cluster.device.peaks:
