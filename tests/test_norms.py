@@ -71,25 +71,60 @@ def test_a_norm_of_separate_operations_keeps_what_autograd_saves(
     assert kept_of_norm(norm, dtype) == fused + TOKENS * WIDTH * beside_of_element(norms, itemsize)
 
 
-def test_keys_and_values_that_are_repeated_are_kept_once_for_each_query_head() -> None:
-    heads, few, elements = 4, 2, 8
-    query, key, value = (torch.randn(1, n, 16, elements, requires_grad=True) + 0 for n in (heads, few, few))
+def kept_by(function: Callable[[], torch.Tensor]) -> int:
+    """Bytes of all storages that autograd keeps of a computation."""
     saved: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        _ = function()
+    return sum(saved.values())
+
+
+def test_keys_and_values_that_are_repeated_are_kept_once_for_each_query_head() -> None:
+    heads, few, elements = 4, 2, 8
+    query, key, value = (torch.randn(1, n, 16, elements, requires_grad=True) + 0 for n in (heads, few, few))
+
     def kept(repeated: bool) -> int:
-        saved.clear()
         keys = [one.repeat_interleave(heads // few, dim=1) if repeated else one for one in (key, value)]
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            F.scaled_dot_product_attention(query, *keys, is_causal=True, enable_gqa=not repeated)
-        return sum(saved.values())
+        attend = F.scaled_dot_product_attention
+        return kept_by(lambda: attend(query, *keys, is_causal=True, enable_gqa=not repeated))
 
     model = Llama(heads * elements, 1, 8, heads, few, 10)
     (more,) = kept_beside(model.layers[0], "fused", True)
     assert kept(True) - kept(False) == 16 * 4 * more.numel
+
+
+def test_a_softmax_by_hand_keeps_the_exponentials_too() -> None:
+    heads, tokens = 4, 16
+    values = torch.randn(heads, tokens, 8, requires_grad=True)
+
+    def attended(weights: torch.Tensor) -> torch.Tensor:
+        return weights @ values
+
+    def by_hand() -> torch.Tensor:
+        scores = torch.randn(heads, tokens, tokens, requires_grad=True) + 0
+        raised = torch.exp(scores - scores.detach().amax(dim=-1, keepdim=True))
+        return attended(raised / raised.sum(dim=-1, keepdim=True))
+
+    def in_one() -> torch.Tensor:
+        scores = torch.randn(heads, tokens, tokens, requires_grad=True) + 0
+        return attended(torch.softmax(scores, dim=-1))
+
+    layer = Llama(32, 1, 8, heads, heads, 10).layers[0]
+    (more,) = kept_beside(layer, "fused", False, exponentials=tokens)
+    sums = heads * tokens * 4
+    assert kept_by(by_hand) - kept_by(in_one) == tokens * more.numel * 4 + sums
+
+
+def test_a_silu_by_hand_keeps_the_sigmoid_too() -> None:
+    gate, up = (torch.randn(TOKENS, 24, requires_grad=True) + 0 for _ in range(2))
+    by_hand, in_one = kept_by(lambda: gate * torch.sigmoid(gate) * up), kept_by(lambda: F.silu(gate) * up)
+    (more,) = kept_beside(Llama(8, 1, 24, 1, 1, 10).layers[0], "fused", False, silu_by_hand=True)
+    assert by_hand - in_one == TOKENS * more.numel * 4
 
 
 def test_what_is_beside_grows_the_activations_by_hand() -> None:

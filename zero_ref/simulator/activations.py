@@ -32,6 +32,7 @@ OF_THE_PAPER = ("none", "selective", "full")
 ATTENTION: dict[str, str] = {
     "fused": "one kernel, as flash attention: no score reaches memory",
     "unfused": "scores are stored, and kept for backward unless they are computed again",
+    "by-hand": "the same with a softmax of separate operations, which keeps their exponentials too",
 }
 """How attention is computed. Backward of a fused kernel computes scores again, whatever is checkpointed."""
 
@@ -42,7 +43,7 @@ def kinds_apart(attention: str) -> tuple[str, ...]:
     >>> kinds_apart("fused")
     ('none', 'every-other-block', 'by-operation', 'full')
     """
-    return tuple(kind for kind in CHECKPOINTING if kind != "selective" or attention == "unfused")
+    return tuple(kind for kind in CHECKPOINTING if kind != "selective" or attention != "fused")
 
 
 def matrices(layer: Transformer | Layer) -> list[Matrix]:
@@ -201,6 +202,7 @@ def activations(
     norms: str = "fused",
     repeated_kv: bool = False,
     expert_load: float = 1.0,
+    silu_by_hand: bool = False,
 ) -> Activations:
     """A rank's activations under a kind of checkpointing.
 
@@ -232,6 +234,7 @@ def activations(
         repeated_kv: keys and values are copied for every query head before fused attention, as before torch
             had grouped heads there. Unfused attention always needs the copies.
         expert_load: rows that this rank's experts get, over the average of the ranks that share experts.
+        silu_by_hand: the SiLU of a gated MLP is x * sigmoid(x), which keeps the sigmoid too.
     Raises:
         ValueError: `checkpointing`, `attention` or `norms` is unknown, or there is no sequence or no token.
     Source: Korthikanti et al. (arXiv:2205.05198), equation 1 and sections 4.3 and 5; torchtitan's
@@ -252,7 +255,14 @@ def activations(
             * (one.nbytes or itemsize)
             for one in (
                 *kept_of_block(layer, sequence, attention),
-                *kept_beside(layer, norms, repeated_kv and attention == "fused", itemsize),
+                *kept_beside(
+                    layer,
+                    norms,
+                    repeated_kv and attention == "fused",
+                    itemsize,
+                    silu_by_hand=silu_by_hand,
+                    exponentials=sequence if attention == "by-hand" else 0,
+                ),
             )
             if one.role not in left_out and not (compiled and one.role == "pointwise")
         )

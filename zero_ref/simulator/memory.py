@@ -389,7 +389,9 @@ def _communication_bytes(params: Sequence[ParamSpec], world_size: int, settings:
 
 def _whole_gradient_bytes(params: Sequence[ParamSpec], world_size: int, settings: MemorySettings) -> int:
     """Of gradients that are whole until the last backward, in the dtype in which they will travel."""
-    if not (settings.no_sync and settings.accumulates and settings.stage > 1) or world_size == 1:
+    if not (settings.no_sync and settings.accumulates and settings.stage > 1):
+        return 0
+    if world_size == 1 and (settings.stage == 2 or settings.reduced_itemsize is None):
         return 0
     if settings.stage == 3 and settings.reduced_itemsize is not None:
         return settings.reduced_itemsize * sum(param.numel for param in params if param.trainable)

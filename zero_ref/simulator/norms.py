@@ -31,7 +31,15 @@ def beside_of_element(norms: str, itemsize: int) -> int:
     return BESIDE[norms] if itemsize == 2 else min(4, BESIDE[norms])
 
 
-def kept_beside(layer: Layer, norms: str, repeated_kv: bool, itemsize: int = 2) -> list[Kept]:
+def kept_beside(
+    layer: Layer,
+    norms: str,
+    repeated_kv: bool,
+    itemsize: int = 2,
+    *,
+    silu_by_hand: bool = False,
+    exponentials: int = 0,
+) -> list[Kept]:
     """What autograd keeps of a block beside `activations.kept_of_block`, if nothing is computed again.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
@@ -45,6 +53,8 @@ def kept_beside(layer: Layer, norms: str, repeated_kv: bool, itemsize: int = 2) 
         norms: one of NORMS.
         repeated_kv: keys and values are copied for every query head before attention.
         itemsize: bytes of an element of the model's dtype.
+        silu_by_hand: the SiLU of a gated MLP is x * sigmoid(x).
+        exponentials: of scores, which a softmax by hand keeps beside its result: tokens of a sequence.
     Source: what autograd saves in such operations (tests/test_norms.py).
     """
     kept = []
@@ -55,6 +65,10 @@ def kept_beside(layer: Layer, norms: str, repeated_kv: bool, itemsize: int = 2) 
     more -= layer.key_value_heads * (layer.head_width + layer.value_width)
     if repeated_kv and layer.mixed is None and more:
         kept.append(Kept("key and value for each query head", more, "pointwise"))
+    if silu_by_hand and layer.kind.gated and layer.mlp is None:
+        kept.append(Kept("sigmoid", layer.hidden, "pointwise"))
+    if exponentials and layer.heads:
+        kept.append(Kept("exponentials of scores", layer.heads * exponentials, "scores"))
     return kept
 
 

@@ -124,6 +124,7 @@ class RankWork(Training):
             norms=self.norms,
             repeated_kv=self.repeated_kv,
             expert_load=self.expert_load,
+            silu_by_hand=self.silu_by_hand,
         )
 
     @property

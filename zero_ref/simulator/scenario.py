@@ -178,7 +178,7 @@ class Scenario(RankWork):
             loss_bytes=found.loss,
             block_bytes=found.again + found.gradients,
             last_block_bytes=found.blocks // max(1, getattr(self.transformer, "depth", 1)),
-            ddp=self.world_size > 1,
+            ddp=self.world_size > 1 and not self.without_ddp,
             tied=self._tied,
             accumulates=how.accumulation > 1,
             no_sync=how.no_sync,

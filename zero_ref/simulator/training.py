@@ -106,6 +106,9 @@ class Training:
     repeated_kv: Annotated[bool, Option(
         "keys and values are copied for every query head before attention, as before torch had grouped heads",
     )] = False
+    silu_by_hand: Annotated[bool, Option(
+        "the SiLU of a gated MLP is x * sigmoid(x), which keeps the sigmoid too",
+    )] = False
     loss_dtype: Annotated[str, Option(
         "what a loss that is not fused is computed in (default: %(default)s)", metavar="DTYPE",
         choices=DTYPES,
@@ -134,6 +137,10 @@ class Training:
     )] = None
     bucket_view: Annotated[bool, Option(
         "DDP's gradient_as_bucket_view: gradients lie in DDP's buckets, and are not kept twice",
+        used_by=_buckets_by_ddp,
+    )] = False
+    without_ddp: Annotated[bool, Option(
+        "gradients are reduced where they lie, by the program itself: no buckets of DDP",
         used_by=_buckets_by_ddp,
     )] = False
     reduce_dtype: Annotated[str | None, Option(
