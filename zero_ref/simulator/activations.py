@@ -201,8 +201,8 @@ def activations(
     loss_itemsize: int = 4,
     norms: str = "fused",
     repeated_kv: bool = False,
-    silu_by_hand: bool = False,
     expert_load: float = 1.0,
+    silu_by_hand: bool = False,
 ) -> Activations:
     """A rank's activations under a kind of checkpointing.
 
@@ -233,8 +233,8 @@ def activations(
         norms: how RMSNorms are computed: one of `norms.NORMS`. Compiled, all keep as much as fused ones.
         repeated_kv: keys and values are copied for every query head before fused attention, as before torch
             had grouped heads there. Unfused attention always needs the copies.
-        silu_by_hand: the SiLU of a gated MLP is x * sigmoid(x), which keeps the sigmoid too.
         expert_load: rows that this rank's experts get, over the average of the ranks that share experts.
+        silu_by_hand: the SiLU of a gated MLP is x * sigmoid(x), which keeps the sigmoid too.
     Raises:
         ValueError: `checkpointing`, `attention` or `norms` is unknown, or there is no sequence or no token.
     Source: Korthikanti et al. (arXiv:2205.05198), equation 1 and sections 4.3 and 5; torchtitan's

@@ -123,8 +123,8 @@ class RankWork(Training):
             loss_itemsize=DTYPES[self.loss_dtype],
             norms=self.norms,
             repeated_kv=self.repeated_kv,
-            silu_by_hand=self.silu_by_hand,
             expert_load=self.expert_load,
+            silu_by_hand=self.silu_by_hand,
         )
 
     @property
