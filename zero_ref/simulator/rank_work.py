@@ -38,7 +38,7 @@ class RankWork(Training):
         67
         494.5
         """
-        device = self.cluster.device.in_dtype("tf32" if self.tf32 else self.dtype)
+        device = self.cluster.device.in_dtype("tf32" if self.tf32 else self.computed_in)
         return self.cluster if device is self.cluster.device else replace(self.cluster, device=device)
 
     @property
@@ -83,7 +83,8 @@ class RankWork(Training):
             self.tokens_of_sequence,
             self.checkpointing,
             attention=self.attention,
-            itemsize=DTYPES[self.dtype],
+            itemsize=DTYPES[self.computed_in],
+            autocast=self.autocast is not None,
             compiled=self.compiled,
             fused_loss=self.fused_loss,
             loss_itemsize=DTYPES[self.loss_dtype],
@@ -131,7 +132,8 @@ class RankWork(Training):
             attention=self.attention,
             compiled=self.compiled,
             fused_loss=self.fused_loss,
-            itemsize=DTYPES[self.dtype],
+            itemsize=DTYPES[self.computed_in],
+            autocast=self.autocast is not None,
         )
 
     @property

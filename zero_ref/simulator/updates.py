@@ -53,8 +53,10 @@ FOREACH: dict[str, UpdateKernels] = {
     "Rprop": UpdateKernels(1, 36),
     "ASGD": UpdateKernels(1, 12),
 }
-"""By the names of `ledger.STATE_RULES`, with torch's default options. AdamW's copy has the square roots of the
-second moments. Counted from torch's own kernels (tests/test_updates.py)."""
+"""By the names of `ledger.STATE_RULES`, with torch's default options. AdamW's copy has the square roots of
+the second moments.
+
+Source: counted from the kernels that torch calls (tests/test_updates.py)."""
 
 FOR_LOOP: dict[str, UpdateKernels] = {
     "SGD": UpdateKernels(0, 3),
@@ -94,7 +96,7 @@ def update_kernels(optimizer: str | StateRule, update: str) -> UpdateKernels:
     counted = FOREACH if update == "foreach" else FOR_LOOP
     if optimizer not in counted:
         raise ValueError(
-            f"update {update}: the kernels of {optimizer} were not counted. Leave the update fused, or choose "
-            f"one of {', '.join(counted)}."
+            f"update {update}: the kernels of {optimizer} were not counted. Leave the update fused, or "
+            f"choose one of {', '.join(counted)}."
         )
     return counted[str(optimizer)]
