@@ -16,7 +16,9 @@ from typing import NamedTuple
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.architectures import Transformer, outputs_of
 from zero_ref.simulator.autocast import cast_weights, kept_under_autocast
+from zero_ref.simulator.experts import OF_ROWS
 from zero_ref.simulator.layers import Kept, Layer, Matrix
+from zero_ref.simulator.norms import NORMS, beside_of_element, kept_beside
 
 CHECKPOINTING: dict[str, str] = {
     "none": "nothing is computed again",
@@ -32,6 +34,7 @@ OF_THE_PAPER = ("none", "selective", "full")
 ATTENTION: dict[str, str] = {
     "fused": "one kernel, as flash attention: no score reaches memory",
     "unfused": "scores are stored, and kept for backward unless they are computed again",
+    "by-hand": "the same with a softmax of separate operations, which keeps their exponentials too",
 }
 """How attention is computed. Backward of a fused kernel computes scores again, whatever is checkpointed."""
 
@@ -42,7 +45,7 @@ def kinds_apart(attention: str) -> tuple[str, ...]:
     >>> kinds_apart("fused")
     ('none', 'every-other-block', 'by-operation', 'full')
     """
-    return tuple(kind for kind in CHECKPOINTING if kind != "selective" or attention == "unfused")
+    return tuple(kind for kind in CHECKPOINTING if kind != "selective" or attention != "fused")
 
 
 def matrices(layer: Transformer | Layer) -> list[Matrix]:
@@ -202,6 +205,10 @@ def activations(
     fused_loss: bool = False,
     loss_itemsize: int = 4,
     autocast: bool = False,
+    norms: str = "fused",
+    repeated_kv: bool = False,
+    expert_load: float = 1.0,
+    silu_by_hand: bool = False,
 ) -> Activations:
     """A rank's activations under a kind of checkpointing.
 
@@ -231,18 +238,35 @@ def activations(
             cross-entropy its 16-bit logits: then each keeps 2 bytes, and 6 are there in backward.
         autocast: parameters are in 32 bits and cast for each product, as `autocast` says; `itemsize` is that
             of the products.
+        norms: how RMSNorms are computed: one of `norms.NORMS`. Compiled, all keep as much as fused ones.
+        repeated_kv: keys and values are copied for every query head before fused attention, as before torch
+            had grouped heads there. Unfused attention always needs the copies.
+        expert_load: rows that this rank's experts get, over the average of the ranks that share experts.
+        silu_by_hand: the SiLU of a gated MLP is x * sigmoid(x), which keeps the sigmoid too.
     Raises:
-        ValueError: `checkpointing` or `attention` is unknown, or there is no sequence or no token.
+        ValueError: `checkpointing`, `attention` or `norms` is unknown, or there is no sequence or no token.
     Source: Korthikanti et al. (arXiv:2205.05198), equation 1 and sections 4.3 and 5; torchtitan's
         torchtitan/distributed/activation_checkpoint.py for what its two keep. Equal to what autograd saves
         (tests/test_activations.py).
     """
     check_name("checkpointing", checkpointing, CHECKPOINTING)
     check_name("attention", attention, ATTENTION)
+    check_name("norms", norms, NORMS)
     sequence = _tokens_of_sequence(architecture, batch, sequence)
     tokens, layers, width = sequence * batch, architecture.layers, architecture.width
     outputs, of_stream = outputs_of(architecture), 4 if autocast else itemsize
-    how = _How(sequence, batch, attention, itemsize, compiled, autocast)
+    how = _How(
+        sequence,
+        batch,
+        attention,
+        itemsize,
+        compiled,
+        autocast,
+        norms,
+        repeated_kv,
+        expert_load,
+        silu_by_hand,
+    )
 
     input_of_block, depth = tokens * width * of_stream, architecture.depth
     wholes = [_kept_bytes(layer, how) for layer in layers]
@@ -265,14 +289,21 @@ def activations(
     dropout = any(layer.kind.dropout for layer in layers)
     # A norm's input and its result; a mask of the embedding's, or a statistic.
     of_norm = width * (of_stream + itemsize) + (width if dropout else 4)
+    if not all(layer.layer_norms for layer in layers):  # the last norm is in no block, and not compiled
+        of_norm += width * beside_of_element(norms, of_stream)
     of_logit, in_loss = (itemsize, itemsize) if fused_loss else (loss_itemsize, 2 * loss_itemsize)
-    inside = max((1 + layer.kind.gated) * layer.hidden + layer.moved for layer in layers)
+    # Of experts that not all tokens go to, gradients of all rows that this rank got, and of those it sent.
+    more = expert_load - 1
+    inside = max(
+        (1 + layer.kind.gated) * (layer.hidden + layer.routed * more) + layer.moved * (1 + more / 2)
+        for layer in layers
+    )
     return Activations(
         blocks,
         head=tokens * (of_norm + of_logit * outputs) + how.casts(width * outputs),
         loss=tokens * in_loss * outputs,
         again=again,
-        gradients=tokens * (2 * width * of_stream + inside * itemsize),
+        gradients=round(tokens * (2 * width * of_stream + inside * itemsize)),
         cached=sum(layer.number * how.casts(cast_weights(layer)) for layer in layers) * shrunk // depth,
     )
 
@@ -286,6 +317,10 @@ class _How(NamedTuple):
     itemsize: int
     compiled: bool
     autocast: bool
+    norms: str
+    repeated_kv: bool
+    expert_load: float
+    silu_by_hand: bool
 
     def casts(self, numel: int) -> int:
         """Bytes of the cast copies of weights, which a compiler makes again where they are read."""
@@ -297,12 +332,22 @@ def _kept_bytes(layer: Layer, how: _How, *left_out: str) -> int:
     kept = kept_of_block(layer, how.sequence, how.attention)
     if how.autocast:
         kept = kept_under_autocast(layer, kept, compiled=how.compiled)
+    kept += kept_beside(
+        layer,
+        how.norms,
+        how.repeated_kv and how.attention == "fused",
+        4 if how.autocast else how.itemsize,
+        silu_by_hand=how.silu_by_hand,
+        exponentials=how.sequence if how.attention == "by-hand" else 0,
+    )
     of_token = sum(
-        one.numel * (one.nbytes or how.itemsize)
+        one.numel
+        * (how.expert_load if layer.routed and one.name in OF_ROWS else 1)
+        * (one.nbytes or how.itemsize)
         for one in kept
         if one.role not in left_out and not (how.compiled and one.role == "pointwise")
     )
-    return how.sequence * how.batch * of_token + how.casts(cast_weights(layer))
+    return round(how.sequence * how.batch * of_token) + how.casts(cast_weights(layer))
 
 
 def _kept_by_operation(layer: Layer, how: _How) -> int:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
+from zero_ref.simulator.groups import SplitOwners, split
 from zero_ref.simulator.ledger import (
     UNITS,
     Convention,
@@ -244,7 +244,7 @@ def average_memory(params: Sequence[ParamSpec], world_size: int, settings: Memor
 
 
 def memory_of_ranks(
-    partition: Partition,
+    partition: Partition | SplitOwners,
     params: Sequence[ParamSpec],
     settings: MemorySettings,
     *,
@@ -392,7 +392,9 @@ def _communication_bytes(params: Sequence[ParamSpec], world_size: int, settings:
 
 def _whole_gradient_bytes(params: Sequence[ParamSpec], world_size: int, settings: MemorySettings) -> int:
     """Of gradients that are whole until the last backward, in the dtype in which they will travel."""
-    if not (settings.no_sync and settings.accumulates and settings.stage > 1) or world_size == 1:
+    if not (settings.no_sync and settings.accumulates and settings.stage > 1):
+        return 0
+    if world_size == 1 and (settings.stage == 2 or settings.reduced_itemsize is None):
         return 0
     if settings.stage == 3 and settings.reduced_itemsize is not None:
         return settings.reduced_itemsize * sum(param.numel for param in params if param.trainable)
@@ -426,11 +428,13 @@ def _reducing_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> in
     return max(of_unit)
 
 
-def _padding_bytes(partition: Partition, params: Sequence[ParamSpec], settings: MemorySettings) -> int:
+def _padding_bytes(
+    partition: Partition | SplitOwners, params: Sequence[ParamSpec], settings: MemorySettings
+) -> int:
     if not settings.flat:
         return 0
     convention = settings.convention
     return sum(
         flat.padding * (flat.itemsize if convention is None else convention_named(convention).params)
-        for flat in lay_out(partition, params).flats
+        for flat in split(partition, partition.world_size).flats(params)
     )

@@ -125,7 +125,10 @@ def _phases(
     in_forward = before | {"communication": gathered, "activations": kept}
 
     def in_block(done: int, activations: float) -> dict[str, float]:
-        """While backward is in a block, when it has made so many bytes of whole gradients."""
+        """While backward is in a block, when it has made so many bytes of whole gradients before.
+
+        A block's temporaries are there before its gradients.
+        """
         held = before if sum(before.values()) else {"gradients": gradients * done / whole}
         on_the_way = gathered + (_reduced_block(params, settings) + made.head if gathered else buffers)
         return held | {
@@ -135,8 +138,8 @@ def _phases(
         }
 
     shared = settings.stage == 3 and bool(gathered)  # then the root's gradients stay whole until the end
-    first = made.block + (0 if shared else made.head)
-    last = whole - made.embedding - (made.head if shared else 0)
+    first = 0 if shared else made.head
+    last = whole - made.embedding - made.block - (made.head if shared else 0)
     after: dict[str, float] = {"gradients": gradients}
     return {
         "forward": in_forward | {"temporaries": settings.forward_bytes},
@@ -164,11 +167,16 @@ def _on_the_way(
 
 
 def _reduced_block(params: Sequence[ParamSpec], settings: MemorySettings) -> int:
-    """The whole gradients of the largest block, and their copy if they travel in another dtype."""
+    """The flat copy of the largest block's gradients, which is there until those of the next block are made.
+
+    Source: reduce_scatter_state in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+    """
     of_block = []
     for unit, members in zip(unit_bytes(params, settings)[1:], blocks(params)[1:], strict=True):
         numel = sum(params[i].numel for i in members if params[i].trainable)
-        of_block.append(unit.grads + numel * (settings.reduced_itemsize or 0))
+        of_block.append(
+            unit.grads if settings.reduced_itemsize is None else numel * settings.reduced_itemsize
+        )
     return max(of_block, default=0)
 
 

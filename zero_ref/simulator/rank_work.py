@@ -9,7 +9,10 @@ from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.activations import Activations, activations
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.decoders import Decoder
-from zero_ref.simulator.kernels import Kernels, kernels
+from zero_ref.simulator.dispatch import SharedExperts
+from zero_ref.simulator.expert_parallel import experts_of, on_a_rank
+from zero_ref.simulator.kernels import Kernels, kernels, recomputed
+from zero_ref.simulator.layers import Sharing, is_of_experts
 from zero_ref.simulator.ledger import StateRule, state_rule
 from zero_ref.simulator.models import GPT2, Llama, ParamShape, matrices_whole, specs, trained
 from zero_ref.simulator.price import Workload
@@ -53,18 +56,49 @@ class RankWork(Training):
 
     @cached_property
     def params(self) -> list[ParamSpec]:
-        params = specs(self.shapes, self.dtype)
+        """The parameters that one rank has: of experts that ranks share, its own."""
+        params = specs(on_a_rank(self.shapes, self.expert_parallel), self.dtype)
         return params if state_rule(self.optimizer).of_whole is None else matrices_whole(params)
 
     @cached_property
     def numel(self) -> int:
+        """Elements of the model, with all experts."""
+        return sum(shape.numel for shape in self.shapes)
+
+    @cached_property
+    def numel_of_rank(self) -> int:
+        """Elements of the parameters that one rank has."""
         return sum(param.numel for param in self.params)
+
+    @cached_property
+    def experts(self) -> SharedExperts | None:
+        """The experts that ranks share; None if each rank has all of them."""
+        if self.expert_parallel == 1 or (model := self.transformer) is None:
+            return None
+        again = recomputed(self.checkpointing)
+        rows = max(layer.moved // 2 for layer in model.layers)  # there, and back
+        return SharedExperts(
+            self.expert_parallel,
+            self.tokens_of_pass * rows * DTYPES[self.computed_in],
+            experts_of(self.shapes),
+            self.expert_load,
+            again.blocks if again.products else 0.0,
+        )
 
     @property
     def active(self) -> int:
         """Parameters that a token goes through: of experts those that it is sent to."""
         model = self.transformer
         return model.active if isinstance(model, Decoder) else self.numel
+
+    @property
+    def computed_on(self) -> float:
+        """Parameters that the busiest rank computes with, for each of its own tokens.
+
+        A token goes through `active`. The rank's experts get `expert_load` times the average of the rows.
+        """
+        of_experts = sum(shape.numel for shape in self.shapes if is_of_experts(shape.name))
+        return self.active + (self.active - self.numel + of_experts) * (self.expert_load - 1)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -88,6 +122,10 @@ class RankWork(Training):
             compiled=self.compiled,
             fused_loss=self.fused_loss,
             loss_itemsize=DTYPES[self.loss_dtype],
+            norms=self.norms,
+            repeated_kv=self.repeated_kv,
+            expert_load=self.expert_load,
+            silu_by_hand=self.silu_by_hand,
         )
 
     @property
@@ -134,6 +172,7 @@ class RankWork(Training):
             fused_loss=self.fused_loss,
             itemsize=DTYPES[self.computed_in],
             autocast=self.autocast is not None,
+            sharing=Sharing(self.expert_parallel, self.expert_load),
         )
 
     @property
@@ -145,7 +184,7 @@ class RankWork(Training):
             step_bytes=self._step_bytes,
             attention_share=self.attention_share,
             kernels=self.kernels,
-            active_share=self.active / self.numel,
+            active_share=self.computed_on / self.numel_of_rank,
         )
 
     @property
@@ -169,12 +208,12 @@ class RankWork(Training):
         return self.masters and DTYPES[self.dtype] == 2
 
     @property
-    def _state_itemsize(self) -> int:
-        """Bytes of an element of the state, and of parameters as local-sgd averages them."""
-        return 4 if self._mixed else DTYPES[self.dtype]
-
-    @property
     def _tied(self) -> bool:
         """The output head is the embedding."""
         model = self.transformer
         return model is not None and model.head is None and getattr(model, "tied", isinstance(model, GPT2))
+
+    @property
+    def _state_itemsize(self) -> int:
+        """Bytes of an element of the state, and of parameters as local-sgd averages them."""
+        return 4 if self._mixed else DTYPES[self.dtype]

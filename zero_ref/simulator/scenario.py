@@ -13,8 +13,9 @@ from typing import Any
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.plan.choice import plan_partition
-from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.partition import Partition
+from zero_ref.simulator.expert_parallel import parts_of
+from zero_ref.simulator.groups import Part, SplitOwners, owners_of, split
 from zero_ref.simulator.ledger import nbytes_of
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
 from zero_ref.simulator.models import blocks
@@ -24,7 +25,7 @@ from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.rank_work import RankWork
 from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
-from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
+from zero_ref.simulator.schedule import Schedule, ddp_buckets_of_parts, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
 from zero_ref.simulator.shortfall import Shortfall, why_not_smaller
 from zero_ref.simulator.spread import fits
@@ -66,28 +67,36 @@ class Scenario(RankWork):
         Parameters, owners and buckets are not planned again.
         """
         changed = replace(self, **changes)
-        planned = ("shapes", "params", "numel", "buckets", "_partitions")
+        planned = ("shapes", "params", "numel", "numel_of_rank", "buckets", "_partitions")
         vars(changed).update({name: getattr(self, name) for name in planned})
         return changed
 
     @cached_property
-    def _partitions(self) -> dict[str, Partition]:
+    def _partitions(self) -> dict[str, Partition | SplitOwners]:
         return {}
 
-    def partition(self, strategy: str) -> Partition | None:
+    def partition(self, strategy: str) -> Partition | SplitOwners | None:
         """Who owns what under a strategy; None if it has no owners. Made once for schedule and memory."""
         rule = recipe(strategy).partition
         if rule is None:
             return None
         if str(rule) not in self._partitions:  # strategies share a rule
-            ranks = self.recipe(strategy, partition=rule).group_of(self.world_size)
-            self._partitions[str(rule)] = plan_partition(rule, self.params, ranks)
+            ranks = self.recipe(strategy).group_of(self.world_size)
+            self._partitions[str(rule)] = (
+                plan_partition(rule, self.params, ranks)
+                if self.experts is None
+                else owners_of(rule, self.params, self._parts(ranks))
+            )
         return self._partitions[str(rule)]
+
+    def _parts(self, group: int) -> tuple[Part, ...]:
+        """The parameters, by the ranks that share them."""
+        return parts_of(self.params, self.world_size, group, self.experts)
 
     @cached_property
     def buckets(self) -> list[list[int]]:
         """DDP's gradient buckets."""
-        return ddp_buckets(self.params, cap_bytes=self.bucket_bytes)
+        return ddp_buckets_of_parts(self.params, self._parts(self.world_size), self.bucket_bytes)
 
     def workload_of(self, strategy: str) -> Workload:
         """The workload, with what a strategy moves through memory for the network.
@@ -116,14 +125,18 @@ class Scenario(RankWork):
 
     def schedule(self, strategy: str) -> Schedule:
         """The strategy's iteration."""
+        owners = self.partition(strategy)
+        planned = {"partition": owners} if isinstance(owners, Partition) else {}
         return schedule(
-            self.recipe(strategy, partition=self.partition(strategy)),
+            self.recipe(strategy, **planned),
             self.params,
             self.world_size,
             ddp_buckets=self.buckets,
             side_stream=self.cluster.backend == "nccl",
             blocks=blocks(self.params),
             activation_bytes=self.activations.blocks,
+            experts=self.experts,
+            owners=owners if isinstance(owners, SplitOwners) else None,
         )
 
     def recipe(self, strategy: str, **changes: Any) -> Recipe:
@@ -148,7 +161,8 @@ class Scenario(RankWork):
         partition = self.partition(strategy)
         buckets: Iterable[Iterable[int]] = self.buckets
         if usual.without_ddp and partition is not None:
-            buckets = [plan.starts for plan in gradient_plans(partition, self.params)]
+            plans = split(partition, self.world_size).gradient_plans(self.params)
+            buckets = [plan.starts for plan, _ in plans]
         bucket_bytes = [sum(nbytes_of(self.params[number]) for number in bucket) for bucket in buckets]
         return MemorySettings(
             usual.stage,
@@ -165,7 +179,7 @@ class Scenario(RankWork):
             forward_bytes=found.cached,
             block_bytes=found.again + found.gradients,
             last_block_bytes=found.blocks // max(1, getattr(self.transformer, "depth", 1)),
-            ddp=self.world_size > 1,
+            ddp=self.world_size > 1 and not self.without_ddp,
             tied=self._tied,
             accumulates=how.accumulation > 1,
             no_sync=how.no_sync,
@@ -215,8 +229,8 @@ class Scenario(RankWork):
                 average,
                 parameter_bytes=parameter_bytes,
                 gradient_bytes=gradient_bytes,
-                master_bytes=whole.master_bytes * numel / self.numel,
-                moment_bytes=whole.moment_bytes * numel / self.numel,
+                master_bytes=whole.master_bytes * numel / self.numel_of_rank,
+                moment_bytes=whole.moment_bytes * numel / self.numel_of_rank,
                 scalar_bytes=whole.scalar_bytes,  # a rank has a part, even an empty one, of each tensor
             )
             for parameter_bytes, gradient_bytes, numel in set(held)
@@ -330,7 +344,7 @@ class SimulatedRun:
     def shortfall(self) -> Shortfall | None:
         """Why the fullest rank holds more than 1/N of everything; None for a strategy without owners."""
         owned = self.scenario.partition(self.strategy)
-        if owned is None:
+        if not isinstance(owned, Partition):
             return None
         settings = self.scenario.settings(self.strategy)
         return why_not_smaller(
@@ -388,7 +402,7 @@ class SimulatedRun:
         device, workload = self.scenario.machine.device, self.scenario.workload_of(self.strategy)
         if workload.kernels is None or device.memory_reached is None:
             return {}
-        moved = sum(workload.moved_bytes) * self.scenario.numel
+        moved = sum(workload.moved_bytes) * self.scenario.numel_of_rank
         return {**workload.kernels.parts_ms(device), "moved": device.touch_ms(moved)}
 
     @property

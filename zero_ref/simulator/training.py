@@ -9,8 +9,10 @@ from zero_ref.plan.partition import check_world_size
 from zero_ref.simulator.activations import ATTENTION, CHECKPOINTING, kinds_apart
 from zero_ref.simulator.autocast import AUTOCAST
 from zero_ref.simulator.cluster import Cluster
+from zero_ref.simulator.expert_parallel import check_experts
 from zero_ref.simulator.ledger import STATE_RULES, state_rule
-from zero_ref.simulator.models import Architecture
+from zero_ref.simulator.models import Architecture, trained
+from zero_ref.simulator.norms import NORMS
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.options import Option, check_options, explained, listed
 from zero_ref.simulator.recipe import REDUCED_IN, Recipe
@@ -55,6 +57,10 @@ def _averages(how: Recipe, _: object) -> bool:
     return how.averaging is not None
 
 
+def _meets_in_every_step(how: Recipe, _: object) -> bool:
+    return how.averaging is None
+
+
 @dataclass(frozen=True)
 class Training:
     """A model, a cluster, and how the model is trained on it. `Scenario` says what the fields mean.
@@ -95,6 +101,15 @@ class Training:
     fused_loss: Annotated[bool, Option(
         "the cross-entropy is one kernel, which keeps no copy of the logits in 32 bits",
     )] = False
+    norms: Annotated[str, Option(
+        "RMSNorms: " + explained(NORMS) + " (default: %(default)s)", metavar="HOW", choices=NORMS,
+    )] = "fused"
+    repeated_kv: Annotated[bool, Option(
+        "keys and values are copied for every query head before attention, as before torch had grouped heads",
+    )] = False
+    silu_by_hand: Annotated[bool, Option(
+        "the SiLU of a gated MLP is x * sigmoid(x), which keeps the sigmoid too",
+    )] = False
     loss_dtype: Annotated[str, Option(
         "what a loss that is not fused is computed in (default: %(default)s)", metavar="DTYPE",
         choices=DTYPES,
@@ -129,6 +144,10 @@ class Training:
         "DDP's gradient_as_bucket_view: gradients lie in DDP's buckets, and are not kept twice",
         used_by=_buckets_by_ddp,
     )] = False
+    without_ddp: Annotated[bool, Option(
+        "gradients are reduced where they lie, by the program itself: no buckets of DDP",
+        used_by=_buckets_by_ddp,
+    )] = False
     reduce_dtype: Annotated[str | None, Option(
         "what gradients travel in: " + listed(REDUCED_IN) + " (default: --dtype)", metavar="DTYPE",
         choices=REDUCED_IN, used_by=_reduces_in_any_dtype,
@@ -156,6 +175,15 @@ class Training:
         "(default: %(default)s)",
         metavar="N", least=1, most=2**20, used_by=_averages,
     )] = 1
+    expert_parallel: Annotated[int, Option(
+        "so many consecutive ranks share the experts of each block, whole ones each (default: %(default)s)",
+        metavar="N", least=1, most=2**20, used_by=_meets_in_every_step,
+    )] = 1
+    expert_load: Annotated[float, Option(
+        "rows that the experts of the busiest rank get, over the average of the ranks that share experts "
+        "(default: %(default)s)",
+        metavar="X", least=1, most=10**6, used_by=_meets_in_every_step,
+    )] = 1.0
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -168,6 +196,9 @@ class Training:
             raise ValueError(f"offload is for elementwise optimizers; {self.optimizer} multiplies matrices.")
         update_kernels(self.optimizer, self.update)
         check_world_size(self.world_size)
+        if self.expert_parallel > 1 or self.expert_load > 1:  # else shapes are not needed yet
+            shapes = trained(self.architecture)
+            check_experts(shapes, self.expert_parallel, self.expert_load, self.world_size)
         self._check_products()
 
     def _check_products(self) -> None:
@@ -177,6 +208,11 @@ class Training:
             raise ValueError(
                 f"autocast casts parameters of float32; the dtype is {self.dtype}, and so are products. Ask "
                 "for float32, or leave autocast out."
+            )
+        if self.autocast and self.expert_parallel > 1:
+            raise ValueError(
+                f"autocast with experts that {self.expert_parallel} ranks share is not simulated: leave out "
+                "autocast, or leave expert_parallel at 1."
             )
         if self.tf32 and self.computed_in != "float32":
             raise ValueError(f"tf32 is how products of float32 are made; the dtype is {self.computed_in}.")
