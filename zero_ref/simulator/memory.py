@@ -53,6 +53,7 @@ class MemorySettings:
             new parameters are sent from these.
         activation_bytes: of one rank, what forward leaves for backward.
         head_bytes: of these, what is kept outside of the blocks, and freed before backward comes to one.
+        forward_bytes: more at the end of forward.
         loss_bytes: more while the loss's backward lasts.
         block_bytes: more while backward is in a block.
         last_block_bytes: of the activations, what one block keeps, which is there when backward ends.
@@ -78,6 +79,7 @@ class MemorySettings:
     flat: bool = False
     activation_bytes: int = 0
     head_bytes: int = 0
+    forward_bytes: int = 0
     loss_bytes: int = 0
     block_bytes: int = 0
     last_block_bytes: int = 0
@@ -98,6 +100,7 @@ class MemorySettings:
             "bucket_bytes",
             "activation_bytes",
             "head_bytes",
+            "forward_bytes",
             "loss_bytes",
             "block_bytes",
             "last_block_bytes",

@@ -142,7 +142,7 @@ def _phases(
     last = whole - made.embedding - made.block - (made.head if shared else 0)
     after: dict[str, float] = {"gradients": gradients}
     return {
-        "forward": in_forward,
+        "forward": in_forward | {"temporaries": settings.forward_bytes},
         "loss": in_forward | {"temporaries": settings.loss_bytes},
         "backward": in_block(first, kept - settings.head_bytes),
         "last block": in_block(last, settings.last_block_bytes),

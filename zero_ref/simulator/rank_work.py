@@ -41,7 +41,7 @@ class RankWork(Training):
         67
         494.5
         """
-        device = self.cluster.device.in_dtype("tf32" if self.tf32 else self.dtype)
+        device = self.cluster.device.in_dtype("tf32" if self.tf32 else self.computed_in)
         return self.cluster if device is self.cluster.device else replace(self.cluster, device=device)
 
     @property
@@ -79,7 +79,7 @@ class RankWork(Training):
         rows = max(layer.moved // 2 for layer in model.layers)  # there, and back
         return SharedExperts(
             self.expert_parallel,
-            self.tokens_of_pass * rows * DTYPES[self.dtype],
+            self.tokens_of_pass * rows * DTYPES[self.computed_in],
             experts_of(self.shapes),
             self.expert_load,
             again.blocks if again.products else 0.0,
@@ -117,7 +117,8 @@ class RankWork(Training):
             self.tokens_of_sequence,
             self.checkpointing,
             attention=self.attention,
-            itemsize=DTYPES[self.dtype],
+            itemsize=DTYPES[self.computed_in],
+            autocast=self.autocast is not None,
             compiled=self.compiled,
             fused_loss=self.fused_loss,
             loss_itemsize=DTYPES[self.loss_dtype],
@@ -169,7 +170,8 @@ class RankWork(Training):
             attention=self.attention,
             compiled=self.compiled,
             fused_loss=self.fused_loss,
-            itemsize=DTYPES[self.dtype],
+            itemsize=DTYPES[self.computed_in],
+            autocast=self.autocast is not None,
             sharing=Sharing(self.expert_parallel, self.expert_load),
         )
 

@@ -176,6 +176,7 @@ class Scenario(RankWork):
             activation_bytes=found.kept,
             head_bytes=found.head,
             loss_bytes=found.loss,
+            forward_bytes=found.cached,
             block_bytes=found.again + found.gradients,
             last_block_bytes=found.blocks // max(1, getattr(self.transformer, "depth", 1)),
             ddp=self.world_size > 1 and not self.without_ddp,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from zero_ref.plan.partition import check_world_size
 from zero_ref.simulator.activations import ATTENTION, CHECKPOINTING, kinds_apart
+from zero_ref.simulator.autocast import AUTOCAST
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.expert_parallel import check_experts
 from zero_ref.simulator.ledger import STATE_RULES, state_rule
@@ -120,6 +121,10 @@ class Training:
     attention: Annotated[str, Option(
         explained(ATTENTION) + " (default: %(default)s)", metavar="HOW", choices=ATTENTION,
     )] = "fused"
+    autocast: Annotated[str | None, Option(
+        "torch.autocast over float32 parameters: products are computed in it, of weights that are cast for "
+        "each forward: " + listed(AUTOCAST), metavar="DTYPE", choices=AUTOCAST,
+    )] = None
     tf32: Annotated[bool, Option(
         "products of float32 are made in TF32, as torch.set_float32_matmul_precision('high') lets them be; "
         "torch's default makes them in float32",
@@ -194,10 +199,30 @@ class Training:
         if self.expert_parallel > 1 or self.expert_load > 1:  # else shapes are not needed yet
             shapes = trained(self.architecture)
             check_experts(shapes, self.expert_parallel, self.expert_load, self.world_size)
-        if self.tf32 and self.dtype != "float32":
-            raise ValueError(f"tf32 is how products of float32 are made; the dtype is {self.dtype}.")
-        if self.tf32 and "tf32" not in self.cluster.device.peaks:
-            raise ValueError(f"{self.cluster.device.name}: no peak in TF32 is known.")
+        self._check_products()
+
+    def _check_products(self) -> None:
+        """Refuse products that there are not."""
+        device = self.cluster.device
+        if self.autocast and self.dtype != "float32":
+            raise ValueError(
+                f"autocast casts parameters of float32; the dtype is {self.dtype}, and so are products. Ask "
+                "for float32, or leave autocast out."
+            )
+        if self.autocast and self.expert_parallel > 1:
+            raise ValueError(
+                f"autocast with experts that {self.expert_parallel} ranks share is not simulated: leave out "
+                "autocast, or leave expert_parallel at 1."
+            )
+        if self.tf32 and self.computed_in != "float32":
+            raise ValueError(f"tf32 is how products of float32 are made; the dtype is {self.computed_in}.")
+        if self.tf32 and "tf32" not in device.peaks:
+            raise ValueError(f"{device.name}: no peak in TF32 is known.")
+
+    @property
+    def computed_in(self) -> str:
+        """The dtype of products: what they are cast to, or that of the parameters."""
+        return self.autocast or self.dtype
 
     @property
     def tokens_of_sequence(self) -> int:

@@ -54,7 +54,9 @@ FOREACH: dict[str, UpdateKernels] = {
     "ASGD": UpdateKernels(1, 12),
 }
 """By the names of `ledger.STATE_RULES`, with torch's default options. AdamW's copy has the square roots of
-the second moments. Counted from torch's own kernels (tests/test_updates.py)."""
+the second moments.
+
+Source: counted from the kernels that torch calls (tests/test_updates.py)."""
 
 FOR_LOOP: dict[str, UpdateKernels] = {
     "SGD": UpdateKernels(0, 3),
