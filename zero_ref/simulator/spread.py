@@ -115,7 +115,7 @@ def four_cases(machine: Cluster) -> list[Cluster]:
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> [(round(one.device.tflops), round(one.between.gb_per_s)) for one in four_cases(cluster("h100-ib"))]
-    [(1192, 60), (1192, 31), (606, 60), (606, 31)]
+    [(1270, 64), (1270, 29), (582, 64), (582, 29)]
     """
     cases = []
     for computing, sending in product(TIME.around(1.0), repeat=2):
