@@ -12,7 +12,8 @@ from zero_ref.simulator.ledger import STATE_RULES
 from zero_ref.simulator.models import GPT2
 from zero_ref.simulator.options import words_of
 from zero_ref.simulator.recipe import recipe
-from zero_ref.simulator.scenario import DTYPES, MOST_PASSES, Scenario
+from zero_ref.simulator.scenario import Scenario
+from zero_ref.simulator.training import DTYPES, MOST_PASSES
 
 MOST_OPERATIONS = 2**20
 """`zero-ref simulate` plays all passes of an update, and plays so many operations in ten seconds."""
@@ -64,7 +65,11 @@ def _trained(scenario: Scenario, strategy: str) -> TrainConfig | None:
     model, of_node = scenario.architecture, scenario.cluster.ranks_per_node
     as_the_lab_does = (
         scenario.optimizer == "AdamW"
-        and scenario.checkpointing == "selective"
+        and scenario.checkpointing in ("none", "selective")
+        and scenario.attention == "fused"
+        and scenario.autocast is None
+        and not scenario.fp8
+        and scenario.gradient_dtype in (None, scenario.dtype)
         and scenario.accumulation == 1
         and not scenario.offload
         and (scenario.shard_group is None or recipe(strategy).without_ddp)
@@ -102,10 +107,17 @@ def program(scenario: Scenario, strategy: str) -> list[str] | None:
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
     """
-    runs = scenario.optimizer in STATE_RULES and "+" not in scenario.optimizer
+    runs = scenario.optimizer in STATE_RULES and "+" not in scenario.optimizer and scenario.experts is None
     if not runs or strategy not in _LINES:
         return None
-    return ["import torch", *_LINES[strategy](scenario), *_accumulating(scenario, strategy)]
+    lines = ["import torch", *_LINES[strategy](scenario), *_accumulating(scenario, strategy)]
+    if scenario.gradient_dtype not in (None, scenario.dtype):
+        lines.append(f"# the loop adds gradients up in torch.{scenario.gradient_dtype}")
+    if scenario.fp8:
+        lines.append("# before it is wrapped: torchao.float8.convert_to_float8_training(model)")
+    if scenario.autocast:
+        lines.append(f'# model and loss: with torch.autocast("cuda", torch.{scenario.autocast})')
+    return lines
 
 
 def _ddp(scenario: Scenario) -> list[str]:

@@ -10,11 +10,14 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `architectures`: what the simulator asks of a model, and GPT-2, Llama and an MLP;
 - `rules`: what each block is, as a configuration says; `configuration` reads one, or refuses it;
 - `models`: the parameter shapes of published models by name, or of a module at hand;
+- `autocast`: what of that is cast to 16 bits where parameters are in 32;
 - `activations`: what the forward pass keeps for the backward pass, with and without checkpointing;
+- `updates`: what an update needs and moves, in one kernel or in many;
 - `memory`: everything that a rank holds, item by item, on average and exactly for a partition;
 - `shortfall`: why that is more than 1/N of what one rank alone would hold;
 - `operations`: what is computed, what is sent, and what waits for what;
 - `data_parallel`, `sharded`, `stage_3`, `local_sgd`: the operations of an iteration, in order;
+- `expert_parallel`: ranks that share the experts of each block, and what travels between them;
 - `recipe`: a strategy as one value: what is sharded, who gets gradients, when updates are made, what is sent;
 - `schedule`: the iteration of a strategy, its calls one by one, and what each rank holds;
 - `timeline`: when each part of an iteration happens on a rank, and what is hidden behind computing;
@@ -31,6 +34,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `calibrate`: a cluster from measured times, with bounds on the error;
 - `logs`: such times from what nccl-tests and others print;
 - `spread`: how far a prediction may be off, from published runs;
+- `training`: what is trained, on what and how, as one value; `rank_work`: what a rank computes for that;
 - `scenario`: all of it together, from a model's name to memory, traffic and time;
 - `stages`: one such run under DDP and each stage, to choose among them;
 - `tree`: a decision tree as a value: questions, and an advice at each end;

@@ -11,21 +11,41 @@ experts, each is given as many tokens as any other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.architectures import Transformer, outputs_of
+from zero_ref.simulator.autocast import cast_weights, kept_under_autocast
+from zero_ref.simulator.experts import OF_ROWS
 from zero_ref.simulator.layers import Kept, Layer, Matrix
+from zero_ref.simulator.norms import NORMS, beside_of_element, kept_beside
 
 CHECKPOINTING: dict[str, str] = {
-    "none": "everything is kept",
-    "selective": "attention scores are computed again, the rest is kept; flash attention keeps as much",
-    "every-other-block": "every other block keeps its input only, the others as selective",
+    "none": "nothing is computed again",
+    "selective": "attention is computed again, which keeps less where it is unfused",
+    "every-other-block": "every other block keeps its input only, the others everything",
     "by-operation": "results of attention and every other matrix product are kept, the rest computed again",
     "full": "only each block's input is kept; a block is computed again when backward comes to it",
 }
 
 OF_THE_PAPER = ("none", "selective", "full")
 """Those that Korthikanti et al. name. The two others are torchtitan's."""
+
+ATTENTION: dict[str, str] = {
+    "fused": "one kernel, as flash attention: no score reaches memory",
+    "unfused": "scores are stored, and kept for backward unless they are computed again",
+    "by-hand": "the same with a softmax of separate operations, which keeps their exponentials too",
+}
+"""How attention is computed. Backward of a fused kernel computes scores again, whatever is checkpointed."""
+
+
+def kinds_apart(attention: str) -> tuple[str, ...]:
+    """The kinds of checkpointing that differ: with fused attention "selective" keeps as much as "none".
+
+    >>> kinds_apart("fused")
+    ('none', 'every-other-block', 'by-operation', 'full')
+    """
+    return tuple(kind for kind in CHECKPOINTING if kind != "selective" or attention != "fused")
 
 
 def matrices(layer: Transformer | Layer) -> list[Matrix]:
@@ -64,25 +84,25 @@ def _heads_widths(layer: Transformer | Layer) -> tuple[int, int]:
     return layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
 
 
-def kept_of_block(layer: Transformer | Layer, sequence: int, *, flash_attention: bool) -> list[Kept]:
+def kept_of_block(layer: Transformer | Layer, sequence: int, attention: str = "fused") -> list[Kept]:
     """What autograd keeps of one block for each token, if nothing is computed again.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
-    >>> kept = kept_of_block(TRANSFORMERS["llama3-8b"], 8192, flash_attention=True)
+    >>> kept = kept_of_block(TRANSFORMERS["llama3-8b"], 8192)
     >>> sum(one.numel * (one.nbytes or 2) for one in kept)
     168072
 
     Args:
         layer: of a model; or a model whose blocks are alike.
         sequence: tokens in a sequence, which scores are as wide as.
-        flash_attention: scores are not stored, but a statistic of each head.
+        attention: one of ATTENTION. Where it is fused, a statistic of each head is kept, and no scores.
     """
     if not isinstance(layer, Layer):
         (layer,) = layer.layers
     width, kind = layer.width, layer.kind
     kept = [Kept("input", width, "input")]
     if layer.attended:
-        kept += _kept_of_mixer(layer, sequence, flash_attention)
+        kept += _kept_of_mixer(layer, sequence, attention)
     if layer.attended and layer.has_mlp and not kind.parallel:
         kept.append(Kept("stream", width, "stream"))
     if layer.has_mlp:
@@ -92,7 +112,7 @@ def kept_of_block(layer: Transformer | Layer, sequence: int, *, flash_attention:
     return kept
 
 
-def _kept_of_mixer(layer: Layer, sequence: int, flash_attention: bool) -> list[Kept]:
+def _kept_of_mixer(layer: Layer, sequence: int, attention: str) -> list[Kept]:
     """From the first norm to the sum with the stream."""
     width, kind, heads = layer.width, layer.kind, layer.heads
     query, key = _heads_widths(layer)
@@ -108,7 +128,7 @@ def _kept_of_mixer(layer: Layer, sequence: int, flash_attention: bool) -> list[K
                 Kept("norms of heads", heads + layer.key_value_heads, "statistics", 4),
             ]
         kept += [Kept("query", query, "product"), Kept("key", key, "product"), Kept("value", key, "product")]
-    if heads and flash_attention:
+    if heads and attention == "fused":
         kept.append(Kept("attention", heads, "statistics", 4))
     elif kind.dropout:
         kept.append(Kept("scores, before dropout and after, and mask", 5 * heads * sequence, "scores", 1))
@@ -156,6 +176,8 @@ class Activations:
         again: more, while backward is in a block: what is computed again.
         gradients: likewise the gradients of activations, about: those of the stream, and in the MLP those for
             which nothing has been freed yet.
+        cached: more at the end of forward: copies of weights that autocast keeps until then, and that are not
+            among what is kept for backward.
     """
 
     blocks: int = 0
@@ -163,6 +185,7 @@ class Activations:
     loss: int = 0
     again: int = 0
     gradients: int = 0
+    cached: int = 0
 
     @property
     def kept(self) -> int:
@@ -176,20 +199,26 @@ def activations(
     sequence: int | None = None,
     checkpointing: str = "none",
     *,
-    flash_attention: bool = False,
+    attention: str = "fused",
     itemsize: int = 2,
     compiled: bool = False,
     fused_loss: bool = False,
     loss_itemsize: int = 4,
+    autocast: bool = False,
+    norms: str = "fused",
+    repeated_kv: bool = False,
+    expert_load: float = 1.0,
+    silu_by_hand: bool = False,
 ) -> Activations:
     """A rank's activations under a kind of checkpointing.
 
-    With s tokens in a sequence, b sequences, h the width and a heads, a block of a GPT keeps
-    s*b*h*(34 + 5*a*s/h) bytes. The second term is the attention scores, s*s for each head, of 5 bytes each: 2
-    before and 2 after dropout, and 1 for its mask. Checkpointing keeps less, and computes the rest again.
+    With s tokens in a sequence, b sequences, h the width and a heads, a block of a GPT keeps s*b*h*34 bytes
+    if its attention is fused, and s*b*h*(34 + 5*a*s/h) if not. The second term is the attention scores, s*s
+    for each head, of 5 bytes each: 2 before and 2 after dropout, and 1 for its mask. Checkpointing keeps
+    less, and computes the rest again.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
-    >>> found = activations(TRANSFORMERS["llama3-8b"], 2, 8192, "by-operation", flash_attention=True)
+    >>> found = activations(TRANSFORMERS["llama3-8b"], 2, 8192, "by-operation")
     >>> [round(nbytes / 1e9, 1) for nbytes in (found.blocks, found.head, found.loss, found.again)]
     [33.4, 8.7, 16.8, 1.7]
 
@@ -198,7 +227,8 @@ def activations(
         batch: sequences that one rank computes in one go (a micro-batch).
         sequence: tokens in each sequence, which may be more than the model has positions; None for as many.
         checkpointing: one of CHECKPOINTING. "every-other-block" and "by-operation" are torchtitan's.
-        flash_attention: scores are never stored, not even in a block that is computed again.
+        attention: one of ATTENTION. Where it is fused, scores are not even stored in a block that is computed
+            again.
         itemsize: bytes of an element of the model's dtype.
         compiled: blocks are, by torch.compile. What no matrix product reads is computed again in the kernels
             that read it; and what backward does not read is not kept.
@@ -206,59 +236,129 @@ def activations(
             float32 for it: 10 bytes each at the end of a 16-bit forward, and 12 in backward.
         loss_itemsize: bytes of an element in the loss, which is computed in float32 unless a program gives
             cross-entropy its 16-bit logits: then each keeps 2 bytes, and 6 are there in backward.
+        autocast: parameters are in 32 bits and cast for each product, as `autocast` says; `itemsize` is that
+            of the products.
+        norms: how RMSNorms are computed: one of `norms.NORMS`. Compiled, all keep as much as fused ones.
+        repeated_kv: keys and values are copied for every query head before fused attention, as before torch
+            had grouped heads there. Unfused attention always needs the copies.
+        expert_load: rows that this rank's experts get, over the average of the ranks that share experts.
+        silu_by_hand: the SiLU of a gated MLP is x * sigmoid(x), which keeps the sigmoid too.
     Raises:
-        ValueError: `checkpointing` is unknown, or there is no sequence or no token.
+        ValueError: `checkpointing`, `attention` or `norms` is unknown, or there is no sequence or no token.
     Source: Korthikanti et al. (arXiv:2205.05198), equation 1 and sections 4.3 and 5; torchtitan's
         torchtitan/distributed/activation_checkpoint.py for what its two keep. Equal to what autograd saves
         (tests/test_activations.py).
     """
     check_name("checkpointing", checkpointing, CHECKPOINTING)
+    check_name("attention", attention, ATTENTION)
+    check_name("norms", norms, NORMS)
     sequence = _tokens_of_sequence(architecture, batch, sequence)
     tokens, layers, width = sequence * batch, architecture.layers, architecture.width
-    outputs = outputs_of(architecture)
+    outputs, of_stream = outputs_of(architecture), 4 if autocast else itemsize
+    how = _How(
+        sequence,
+        batch,
+        attention,
+        itemsize,
+        compiled,
+        autocast,
+        norms,
+        repeated_kv,
+        expert_load,
+        silu_by_hand,
+    )
 
-    def of_block(layer: Layer, flash: bool) -> int:
-        kept = kept_of_block(layer, sequence, flash_attention=flash)
-        numels = (
-            (one.numel, one.nbytes or itemsize) for one in kept if not compiled or one.role != "pointwise"
-        )
-        return tokens * sum(numel * nbytes for numel, nbytes in numels)
-
-    input_of_block, depth = tokens * width * itemsize, architecture.depth
-    wholes = [of_block(layer, flash_attention or checkpointing != "none") for layer in layers]
-    blocks, again = sum(layer.number * whole for layer, whole in zip(layers, wholes)), 0
-    if checkpointing == "full":
-        blocks = depth * input_of_block
-        again = max(of_block(layer, flash_attention) for layer in layers) - input_of_block
-    elif checkpointing == "every-other-block":
+    input_of_block, depth = tokens * width * of_stream, architecture.depth
+    wholes = [_kept_bytes(layer, how) for layer in layers]
+    if checkpointing == "selective":
+        ones = [_kept_bytes(layer, how, "scores") for layer in layers]
+    elif checkpointing == "by-operation":
+        ones = [_kept_by_operation(layer, how) for layer in layers]
+    elif checkpointing == "full":
+        ones = [input_of_block] * len(layers)
+    else:
+        ones = wholes
+    blocks = sum(layer.number * one for layer, one in zip(layers, ones))
+    again = max(0, *(whole - one for whole, one in zip(wholes, ones)))
+    shrunk = depth if checkpointing in ("full", "by-operation") else 0
+    if checkpointing == "every-other-block":
         # Of unlike blocks, every other one is on average.
         shrunk = depth // 2
         blocks -= (blocks - depth * input_of_block) * shrunk // depth
         again = max(wholes) - input_of_block if shrunk else 0
-    elif checkpointing == "by-operation":
-        ones = [_kept_by_operation(layer, tokens, itemsize, compiled) for layer in layers]
-        blocks = sum(layer.number * one for layer, one in zip(layers, ones))
-        again = max(0, *(whole - one for whole, one in zip(wholes, ones)))
     dropout = any(layer.kind.dropout for layer in layers)
-    of_norm = 2 * width * itemsize + (width if dropout else 4)  # a mask of the embedding's, or a statistic
+    # A norm's input and its result; a mask of the embedding's, or a statistic.
+    of_norm = width * (of_stream + itemsize) + (width if dropout else 4)
+    if not all(layer.layer_norms for layer in layers):  # the last norm is in no block, and not compiled
+        of_norm += width * beside_of_element(norms, of_stream)
     of_logit, in_loss = (itemsize, itemsize) if fused_loss else (loss_itemsize, 2 * loss_itemsize)
-    inside = max((1 + layer.kind.gated) * layer.hidden + layer.moved for layer in layers)
+    # Of experts that not all tokens go to, gradients of all rows that this rank got, and of those it sent.
+    more = expert_load - 1
+    inside = max(
+        (1 + layer.kind.gated) * (layer.hidden + layer.routed * more) + layer.moved * (1 + more / 2)
+        for layer in layers
+    )
     return Activations(
         blocks,
-        head=tokens * (of_norm + of_logit * outputs),
+        head=tokens * (of_norm + of_logit * outputs) + how.casts(width * outputs),
         loss=tokens * in_loss * outputs,
         again=again,
-        gradients=tokens * itemsize * (2 * width + inside),
+        gradients=round(tokens * (2 * width * of_stream + inside * itemsize)),
+        cached=sum(layer.number * how.casts(cast_weights(layer)) for layer in layers) * shrunk // depth,
     )
 
 
-def _kept_by_operation(layer: Layer, tokens: int, itemsize: int, compiled: bool) -> int:
+class _How(NamedTuple):
+    """How blocks are computed: the arguments of `activations` of these names."""
+
+    sequence: int
+    batch: int
+    attention: str
+    itemsize: int
+    compiled: bool
+    autocast: bool
+    norms: str
+    repeated_kv: bool
+    expert_load: float
+    silu_by_hand: bool
+
+    def casts(self, numel: int) -> int:
+        """Bytes of the cast copies of weights, which a compiler makes again where they are read."""
+        return numel * self.itemsize if self.autocast and not self.compiled else 0
+
+
+def _kept_bytes(layer: Layer, how: _How, *left_out: str) -> int:
+    """What a block keeps if nothing is computed again but the roles that are left out."""
+    kept = kept_of_block(layer, how.sequence, how.attention)
+    if how.autocast:
+        kept = kept_under_autocast(layer, kept, compiled=how.compiled)
+    kept += kept_beside(
+        layer,
+        how.norms,
+        how.repeated_kv and how.attention == "fused",
+        4 if how.autocast else how.itemsize,
+        silu_by_hand=how.silu_by_hand,
+        exponentials=how.sequence if how.attention == "by-hand" else 0,
+    )
+    of_token = sum(
+        one.numel
+        * (how.expert_load if layer.routed and one.name in OF_ROWS else 1)
+        * (one.nbytes or how.itemsize)
+        for one in kept
+        if one.role not in left_out and not (how.compiled and one.role == "pointwise")
+    )
+    return round(how.sequence * how.batch * of_token) + how.casts(cast_weights(layer))
+
+
+def _kept_by_operation(layer: Layer, how: _How) -> int:
     """The input of a block, attention's result and those of every other product, the first one included."""
     listed = matrices(layer)[::2]
-    if compiled and not layer.kind.post_norms:
+    if how.compiled and not layer.kind.post_norms:
         listed = [one for one in listed if one.name != "down"]  # nothing in backward reads it
-    numel = layer.width + layer.attended + sum(one.outputs for one in listed)
-    return tokens * (numel * itemsize + 4 * layer.heads)
+    of_input = layer.width * (4 if how.autocast else how.itemsize)
+    of_results = (layer.attended + sum(one.outputs for one in listed)) * how.itemsize
+    statistics = 4 * layer.heads if how.attention == "fused" else 0
+    return how.sequence * how.batch * (of_input + of_results + statistics)
 
 
 def activation_bytes(
@@ -267,20 +367,23 @@ def activation_bytes(
     sequence: int | None = None,
     checkpointing: str = "none",
     *,
-    flash_attention: bool = False,
+    attention: str = "fused",
 ) -> int:
     """Bytes of 16-bit activations of all blocks at the peak of the blocks, as published.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
-    >>> [activation_bytes(TRANSFORMERS["gpt2"], 8, checkpointing=way) // 10**6 for way in OF_THE_PAPER]
+    >>> gpt2 = TRANSFORMERS["gpt2"]
+    >>> [activation_bytes(gpt2, 8, None, way, attention="unfused") // 10**6 for way in OF_THE_PAPER]
     [8606, 2566, 855]
+    >>> activation_bytes(gpt2, 8) // 10**6
+    2566
 
     Args: as `activations`. "full" counts 2*s*b*h for the input of each block, as the paper does, and one
         block's other activations, which exist while the block is computed again.
     Raises:
         ValueError: as `activations`.
     """
-    found = activations(architecture, batch, sequence, checkpointing, flash_attention=flash_attention)
+    found = activations(architecture, batch, sequence, checkpointing, attention=attention)
     return found.blocks + found.again if checkpointing == "full" else found.blocks
 
 
@@ -292,7 +395,7 @@ def head_bytes(architecture: Transformer, batch: int, sequence: int | None = Non
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
     >>> gpt2 = TRANSFORMERS["gpt2"]
-    >>> round(head_bytes(gpt2, batch=8) / activation_bytes(gpt2, 8, checkpointing="selective"), 2)
+    >>> round(head_bytes(gpt2, batch=8) / activation_bytes(gpt2, 8), 2)
     0.65
 
     Args: as `activations`.
@@ -302,7 +405,7 @@ def head_bytes(architecture: Transformer, batch: int, sequence: int | None = Non
         input of the norm and of the head each, 4*s*b*v for fp32 logits. What autograd keeps in these four
         bytes is not the logit but its log-probability.
     """
-    return activations(architecture, batch, sequence, "selective").head
+    return activations(architecture, batch, sequence).head
 
 
 def _tokens_of_sequence(architecture: Transformer, batch: int, sequence: int | None) -> int:

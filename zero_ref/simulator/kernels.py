@@ -15,9 +15,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_name
+from zero_ref.simulator.activations import ATTENTION
 from zero_ref.simulator.architectures import Transformer, outputs_of, trained
+from zero_ref.simulator.autocast import cast_weights, reads_of_norms
 from zero_ref.simulator.cluster import Device
-from zero_ref.simulator.layers import Layer, Matrix
+from zero_ref.simulator.expert_parallel import on_a_rank
+from zero_ref.simulator.layers import ALONE, Layer, Matrix, Sharing
 
 
 class Product(NamedTuple):
@@ -26,12 +29,16 @@ class Product(NamedTuple):
     >>> one = Product(8192, 4096, 14336)
     >>> one.flops / 1e9, one.nbytes(itemsize=2) / 1e6
     (962.072674304, 419.4304)
+
+    Args:
+        fp8: both matrices are of 8 bits, and the result is not.
     """
 
     m: int
     k: int
     n: int
     times: float = 1.0
+    fp8: bool = False
 
     @property
     def flops(self) -> float:
@@ -40,7 +47,8 @@ class Product(NamedTuple):
 
     def nbytes(self, itemsize: int) -> float:
         """Read and written at the least: both matrices and the result, once."""
-        return float(itemsize) * (self.m * self.k + self.k * self.n + self.m * self.n) * self.times
+        operands = (1 if self.fp8 else itemsize) * (self.m * self.k + self.k * self.n)
+        return float(operands + itemsize * self.m * self.n) * self.times
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,11 @@ class Pass:
 
     def parts_ms(self, device: Device) -> dict[str, float]:
         """The same, by what limits the kernels."""
-        products = (device.product_ms(one.flops, one.nbytes(self.itemsize)) for one in self.products)
+        in_8_bits = device.in_dtype("fp8")
+        products = (
+            (in_8_bits if one.fp8 else device).product_ms(one.flops, one.nbytes(self.itemsize))
+            for one in self.products
+        )
         return {
             "matrix products": sum(products),
             "attention": device.attention_ms(self.attention_flops),
@@ -101,11 +113,11 @@ class Pass:
 
     def plus(self, other: Pass) -> Pass:
         """Both, one after the other."""
-        counts = defaultdict[tuple[int, int, int], float](float)
-        for m, k, n, times in (*self.products, *other.products):
-            counts[m, k, n] += times
+        counts = defaultdict[Product, float](float)
+        for one in (*self.products, *other.products):
+            counts[one._replace(times=1.0)] += one.times
         return Pass(
-            tuple(Product(*lengths, times) for lengths, times in counts.items()),
+            tuple(one._replace(times=times) for one, times in counts.items()),
             self.attention_flops + other.attention_flops,
             self.touched_bytes + other.touched_bytes,
             self.itemsize,
@@ -119,7 +131,8 @@ class Recomputed(NamedTuple):
         blocks: how many of the blocks.
         products: of their matrix products, beside the last one of each, whose result nothing waits for.
         last: of those last ones.
-        attention, touched: of attention, and of everything else.
+        attention, touched: of fused attention, and of everything else.
+        scores: of unfused attention.
     """
 
     blocks: float
@@ -127,19 +140,21 @@ class Recomputed(NamedTuple):
     last: float
     attention: float
     touched: float
+    scores: float
 
 
 RECOMPUTED: dict[str, Recomputed] = {
-    "none": Recomputed(0, 0, 0, 0, 0),
-    "selective": Recomputed(0, 0, 0, 0, 0),
-    "full": Recomputed(1, 1, 0, 1, 1),
-    "by-operation": Recomputed(1, 0.5, 0.5, 0, 1),
-    "every-other-block": Recomputed(0.5, 1, 0, 1, 1),
+    "none": Recomputed(0, 0, 0, 0, 0, 0),
+    "selective": Recomputed(1, 0, 0, 0, 0, 1),
+    "full": Recomputed(1, 1, 0, 1, 1, 1),
+    "by-operation": Recomputed(1, 0.5, 0.5, 0, 1, 1),
+    "every-other-block": Recomputed(0.5, 1, 0, 1, 1, 1),
 }
-"""By the names of `activations.CHECKPOINTING`. Flash attention computes its scores again in any case, which
+"""By the names of `activations.CHECKPOINTING`. Fused attention computes its scores again in any case, which
 BACKWARD_OF_FLASH counts.
 
-Source: torch.utils.checkpoint stops as soon as it has computed all that was saved (`early_stop`), and
+Source: Korthikanti et al. (arXiv:2205.05198), section 5, for "selective": both products of attention are made
+again. torch.utils.checkpoint stops as soon as it has computed all that was saved (`early_stop`), and
 backward needs no result of a block's last product, where no dropout follows. By operation, torchtitan keeps
 attention's result and every second product's.
 """
@@ -147,6 +162,10 @@ attention's result and every second product's.
 BACKWARD_OF_FLASH = 2.5
 """Backward of flash attention makes five products where forward makes two.
 Source: FlashAttention-2 (arXiv:2307.08691), section 4.1."""
+
+
+CAST = 6
+"""Bytes that a cast between 32 and 16 bits reads and writes for each element."""
 
 
 class Touched(NamedTuple):
@@ -166,7 +185,7 @@ class Costs(NamedTuple):
         layout: of attention's result, whose heads are brought together.
         rotary: of queries and keys.
         activation, gate: of the width of the MLP, without a gate and with one.
-        scores: of attention that is no flash attention, of every score and head.
+        scores: of unfused attention, of every score and head.
         logits: of an entry of the vocabulary.
     """
 
@@ -217,37 +236,54 @@ COMPILED = Costs(
 """As a compiler fuses them: neighbours read once and write once."""
 
 
-def touched_by_token(architecture: Transformer, costs: Costs) -> Touched:
+def touched_by_token(
+    architecture: Transformer, costs: Costs, sharing: Sharing = ALONE, *, autocast: bool = False
+) -> Touched:
     """Bytes that a block's kernels read and write for each token, beside products and attention.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
     >>> touched_by_token(TRANSFORMERS["llama3-8b"], EAGER)
     Touched(forward=606208.0, backward=1089536.0)
+
+    Args:
+        autocast: the stream is in 32 bits, and cast where a product reads it.
     """
-    layers = [(layer.number, _touched_in(layer, costs)) for layer in architecture.layers]
+    layers = [(layer.number, _touched_in(layer, costs, sharing, autocast)) for layer in architecture.layers]
     depth = architecture.depth
     forward, backward = (sum(count * of_block[way] for count, of_block in layers) / depth for way in (0, 1))
     return Touched(forward, backward)
 
 
-def _touched_in(layer: Layer, costs: Costs) -> Touched:
-    """The same of one kind of block."""
-    kind, width = layer.kind, layer.width
+def _touched_in(layer: Layer, costs: Costs, sharing: Sharing, autocast: bool) -> Touched:
+    """The same of one kind of block, on the busiest of the ranks that share experts.
+
+    Where rows travel, they are sorted by rank before they leave, and by expert when they have arrived.
+    """
+    moved = layer.moved * (1 + (sharing.load if sharing.ranks > 1 else 0))
+    hidden = layer.hidden + layer.routed * (sharing.load - 1)
+    kind, width, of_stream = layer.kind, layer.width, 2 if autocast else 1
     norm = costs.layer_norm if layer.layer_norms else costs.rms_norm
+    if norm is not EAGER.rms_norm:  # which is in 32 bits in any case
+        norm = (of_stream * norm[0], of_stream * norm[1])
+    reads = reads_of_norms(layer, compiled=costs is COMPILED)
+    casts = autocast * (reads["normed"] * (layer.attended > 0) + reads["normed for the MLP"] * layer.has_mlp)
     function = costs.gate if kind.gated else costs.activation
     halves = (layer.attended > 0) + layer.has_mlp
     norms = min(kind.pre_norms, halves) + kind.post_norms if halves else 0
-    uses = 2 * (layer.attended > 0) + kind.gated * layer.has_mlp
+    # Of products that are one, gradients are put together as they are, and else added in the stream's dtype.
+    uses = 2 * (layer.attended > 0) * (1 if kind.fused_qkv else of_stream)
+    uses += kind.gated * layer.has_mlp * (1 if kind.fused_gate else of_stream)
     normed = layer.heads * layer.head_width + layer.key_value_heads * layer.head_width
     return Touched(
         *(
-            width * (norms * norm[way] + halves * costs.add[way] + uses * costs.again[way])
+            width * (norms * norm[way] + of_stream * halves * costs.add[way] + uses * costs.again[way])
+            + width * casts * CAST
             + halves * width * kind.dropout * costs.dropout[way]
             + layer.biased * costs.bias[way]
-            + (layer.attended + layer.moved) * costs.layout[way]
+            + (layer.attended + moved) * costs.layout[way]
             + layer.rotated * kind.rotary * costs.rotary[way]
             + normed * kind.qk_norms * norm[way]
-            + layer.hidden * float(function[way])
+            + hidden * float(function[way])
             for way in (0, 1)
         )
     )
@@ -288,11 +324,15 @@ def kernels(
     architecture: Transformer,
     batch: int,
     sequence: int,
-    checkpointing: str = "selective",
+    checkpointing: str = "none",
     *,
+    attention: str = "fused",
     compiled: bool = False,
     fused_loss: bool = False,
     itemsize: int = 2,
+    autocast: bool = False,
+    fp8: bool = False,
+    sharing: Sharing = ALONE,
 ) -> Kernels:
     """The kernels of forward and backward on `batch` sequences.
 
@@ -307,56 +347,103 @@ def kernels(
     3.6
 
     Args:
-        checkpointing: one of `activations.CHECKPOINTING`: what backward computes again. Under "none"
-            attention is written out, and every score kept; else it is flash attention.
+        checkpointing: one of `activations.CHECKPOINTING`: what backward computes again.
+        attention: one of `activations.ATTENTION`. Unfused, it reads and writes every score several times.
         compiled: neighbouring kernels of blocks are fused.
         fused_loss: those of the loss are.
         itemsize: bytes of an element.
+        autocast: parameters and stream are in 32 bits, and cast for each product; gradients are cast back.
+        fp8: products of blocks are of FP8, to which each casts both of its operands. The head is not.
+        sharing: of experts among ranks, of which these are the kernels of the busiest. It has fewer experts,
+            each with the rows of more tokens.
     Raises:
-        ValueError: `checkpointing` is unknown.
+        ValueError: `checkpointing` or `attention` is unknown.
     """
+    check_name("attention", attention, ATTENTION)
     again, costs = recomputed(checkpointing), COMPILED if compiled else EAGER
-    flash = checkpointing != "none"  # as `activations` has it
     tokens, depth, outputs = batch * sequence, architecture.depth, outputs_of(architecture)
-    of_block = touched_by_token(architecture, costs)
+    of_block = touched_by_token(architecture, costs, sharing, autocast=autocast)
     scale = itemsize / 2
 
     def products(of: Callable[[Layer], Iterable[Matrix]]) -> Pass:
-        return Pass(_products(architecture, tokens, of), 0.0, 0.0, itemsize)
+        made = _products(architecture, tokens, of, sharing)
+        return Pass(tuple(one._replace(fp8=fp8) for one in made), 0.0, 0.0, itemsize)
 
     matrices = products(lambda layer: layer.products)
-    attention, attention_back = _attention(architecture, batch, sequence, costs.scores, itemsize, flash)
-    body = matrices.plus(attention).touching(scale * tokens * depth * of_block.forward)
+    fused = attention == "fused"
+    attended, attended_back = _attention(architecture, batch, sequence, costs.scores, itemsize, fused)
+    casts = CAST * autocast * sum(layer.number * cast_weights(layer) for layer in architecture.layers)
+    others = matrices.touching(scale * tokens * depth * of_block.forward + casts)
     last = products(lambda layer: layer.last)
     # The mask of a dropout behind the last product has to be made again, and so has the product.
     of_last = 1.0 if again.last == 0 < again.products and architecture.kind.dropout else again.last
-    computed_again = body.times(again.products, attention=again.attention, touched=again.touched)
+    computed_again = others.times(again.products, touched=again.touched)
+    computed_again = computed_again.plus(attended.times(again.attention if fused else again.scores))
     computed_again = computed_again.plus(last.times(of_last - again.products)).times(again.blocks)
     if checkpointing == "by-operation":  # which keeps no results of experts
         of_experts = products(lambda layer: (one for one in layer.products if one.copies > 1))
         computed_again = computed_again.plus(of_experts.times(1 - again.products))
-    back = matrices.times(2).plus(attention_back).touching(scale * tokens * depth * of_block.backward)
+    back = matrices.times(2).plus(attended_back).touching(scale * tokens * depth * of_block.backward + casts)
     back = back.plus(computed_again)
+    if fp8:
+        forward, backward = _casts_to_fp8(architecture, tokens, sharing, compiled)
+        others = others.touching(forward)
+        back = back.touching(backward + forward * again.products * again.blocks)
 
     product = Product(tokens, architecture.width, outputs, float(outputs > 0))
     of_head, of_loss = (
         scale * tokens * outputs * nbytes for nbytes in (COMPILED if fused_loss else EAGER).logits
     )
-    head = Pass((product,), 0.0, of_head, itemsize)
-    back = back.plus(Pass((product._replace(times=2 * product.times),), 0.0, of_loss, itemsize))
-    return Kernels(body.plus(head), back, sum(param.numel for param in trained(architecture)))
+    casts = CAST * autocast * architecture.width * outputs
+    head = Pass((product,), 0.0, of_head + casts, itemsize)
+    back = back.plus(Pass((product._replace(times=2 * product.times),), 0.0, of_loss + casts, itemsize))
+    numel = sum(param.numel for param in on_a_rank(trained(architecture), sharing.ranks))
+    return Kernels(others.plus(attended).plus(head), back, numel)
+
+
+def _casts_to_fp8(
+    architecture: Transformer, tokens: int, sharing: Sharing, compiled: bool
+) -> tuple[float, float]:
+    """Bytes that casts to FP8 read and write in forward and in backward of all blocks.
+
+    Each of the three products of a weight casts its two operands: input and weight; gradient and weight;
+    gradient and input. A cast reads an operand for its largest element, which a compiler does where the
+    operand is made, and again to write it.
+
+    Source: torchao's float8 with dynamic scales (torchao/float8/float8_linear.py), which keeps operands as
+    they are and casts them anew in backward.
+    """
+    of_operand, forward, backward = 3 if compiled else 5, 0, 0
+    for layer in architecture.layers:
+        for one in layer.products:
+            rows, copies = _rows_and_copies(one, tokens, sharing)
+            weight = one.inputs * one.outputs
+            forward += layer.number * copies * (rows * one.inputs + weight)
+            backward += layer.number * copies * (rows * (one.inputs + 2 * one.outputs) + weight)
+    return of_operand * forward, of_operand * backward
 
 
 def _products(
-    architecture: Transformer, tokens: int, of: Callable[[Layer], Iterable[Matrix]]
+    architecture: Transformer, tokens: int, of: Callable[[Layer], Iterable[Matrix]], sharing: Sharing
 ) -> tuple[Product, ...]:
-    """The products of some weights of all blocks. An expert has its share of the tokens."""
+    """The products of some weights of all blocks."""
     times = Counter[tuple[int, int, int]]()
     for layer in architecture.layers:
         for one in of(layer):
             short, long = sorted((one.inputs, one.outputs))
-            times[max(1, round(one.share * tokens)), short, long] += one.copies * layer.number
+            rows, copies = _rows_and_copies(one, tokens, sharing)
+            times[rows, short, long] += copies * layer.number
     return tuple(Product(*lengths, count) for lengths, count in times.items())
+
+
+def _rows_and_copies(one: Matrix, tokens: int, sharing: Sharing) -> tuple[int, int]:
+    """The rows that a weight is multiplied with, and how many such weights a rank has.
+
+    An expert has its share of the tokens. Of experts that ranks share, a rank has its own, each with rows of
+    the tokens of all of these ranks.
+    """
+    ranks, load = sharing if one.copies > 1 else ALONE
+    return max(1, round(one.share * tokens * ranks * load)), one.copies // ranks
 
 
 def recomputed(checkpointing: str) -> Recomputed:
@@ -375,17 +462,17 @@ def _attention(
     sequence: int,
     scores: tuple[float, float],
     itemsize: int,
-    flash: bool,
+    fused: bool,
 ) -> tuple[Pass, Pass]:
     """The two products over the sequence, of all blocks, and what becomes of them in backward.
 
-    Flash attention skips what the causal mask hides. Else whole squares are multiplied, and every score is
+    Fused attention skips what the causal mask hides. Else whole squares are multiplied, and every score is
     read and written several times.
     """
     forward, backward = Pass((), 0.0, 0.0, itemsize), Pass((), 0.0, 0.0, itemsize)
     for layer in architecture.layers:
         heads, widths = batch * layer.heads * layer.number, layer.head_width + layer.value_width
-        if flash:
+        if fused:
             flops = 2.0 * heads * widths * layer.pairs(sequence)
             forward = forward.plus(Pass((), flops, 0.0, itemsize))
             backward = backward.plus(Pass((), BACKWARD_OF_FLASH * flops, 0.0, itemsize))
