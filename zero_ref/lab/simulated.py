@@ -104,6 +104,7 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
         "elements": scenario.numel,
         "active_elements": scenario.active,
         "elements_of_rank": scenario.numel_of_rank,
+        "trained_elements_of_rank": scenario.trained_numel,
         "experts": _experts_as_json(scenario),
         "parts": parts_of(scenario.architecture),
         "not_counted": list(scenario.missing),
@@ -194,6 +195,8 @@ def print_runs(
         console.print(f"does not fit, and {in_words(NOT_MODELLED)} are not modelled")
     print_heading(console, named, scenario)
     used = "" if scenario.active == scenario.numel else f", {scenario.active:,} for a token"
+    if scenario.lora is not None:
+        used += f", {scenario.trained_numel:,} of them trained"
     held = "" if scenario.experts is None else f", {scenario.numel_of_rank:,} on a rank"
     console.print(
         f"{scenario.numel:,} {scenario.dtype} parameters{used}{held}, {scenario.optimizer}; on each rank "
