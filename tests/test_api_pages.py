@@ -33,7 +33,11 @@ NOT_FOR_READERS = {
     "zero_ref.comm.agreement": {"RanksLostError", "agree", "agreement"},
     "zero_ref.comm.collectives": {"Observable", "AllOf", "PendingCall", "Then", "ToBroadcast"},
     "zero_ref.comm.process_group": {"global_ranks"},
-    "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
+    "zero_ref.simulator.cuts": {"Cut", "CutPart", "on_each_rank"},
+    "zero_ref.simulator.dispatch": {"Members", "members_by_bucket"},
+    "zero_ref.simulator.expert_parallel": {"check_combined", "parts_of"},
+    "zero_ref.simulator.groups": {"owners_of", "split"},
+    "zero_ref.simulator.ledger": {"Owners", "check_fits", "check_stage", "itemsize_of"},
     "zero_ref.simulator.memory": {"StateBytes", "costs", "offloaded", "whole_bytes"},
     "zero_ref.simulator.data_parallel": {
         *(
@@ -44,6 +48,7 @@ NOT_FOR_READERS = {
             "new_parameters",
             "owned_bytes",
             "shares_of",
+            "step_of",
         ),
     },
     "zero_ref.simulator.operations": {
@@ -58,7 +63,8 @@ NOT_FOR_READERS = {
     },
     "zero_ref.simulator.decoders": {"tensors_of", "value_of"},
     "zero_ref.simulator.experts": {"experts", "one_of", "stacked"},
-    "zero_ref.simulator.layers": {"Weights", "alike", "is_of_experts", "weights_of"},
+    "zero_ref.simulator.sharded": {"sending"},
+    "zero_ref.simulator.layers": {"Sharing", "Weights", "alike", "is_of_experts", "weights_of"},
     "zero_ref.simulator.rules": {"Config", "windows_of"},
     "zero_ref.simulator.timeline": {"covered_ms"},
     "zero_ref.lab.pieces": {

@@ -54,9 +54,13 @@ class Scenario(RankWork):
         masters: beside 16-bit parameters the optimizer keeps 32-bit copies and state; False for state in the
             parameters' dtype and no copies.
         bucket_view: DDP's `gradient_as_bucket_view`. False, its default, keeps all gradients twice.
+        expert_parallel: as `expert_parallel` says. Under local-sgd, and with another way than "plain", ranks
+            share no experts.
+        expert_load: of the rank that gets most rows. It computes longest in each block, and all wait for it,
+            so its times and its memory are those of every rank here.
     Raises:
         ValueError: the batch, the sequence, the accumulation or `world_size` is below 1, a name is unknown,
-            or the optimizer is offloaded and not elementwise. Methods raise as `schedule`,
+            the optimizer is offloaded and not elementwise, or as `check_experts`. Methods raise as `schedule`,
             `AveragingSchedule`, `MemorySettings` and `play`.
     """
 
