@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from zero_ref.lab.simulated import as_json
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.cluster import Cluster, Device, cluster
 from zero_ref.simulator.dispatch import SharedExperts
 from zero_ref.simulator.expert_parallel import parts_of
 from zero_ref.simulator.groups import SplitOwners, owners_of
@@ -122,7 +124,7 @@ def calls_of(run: SimulatedRun, op: str) -> list[Operation]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero", "zero-even", "zero-2", "zero-3"])
 @pytest.mark.parametrize(
-    ("checkpointing", "a_block"), [("none", 5), ("full", 8), ("by-operation", 8), ("every-other-block", 6.5)]
+    ("checkpointing", "a_block"), [("none", 5), ("full", 8), ("by-operation", 5), ("every-other-block", 6.5)]
 )
 def test_each_block_sends_its_rows_there_and_back(strategy: str, checkpointing: str, a_block: float) -> None:
     run = spread(8, checkpointing=checkpointing, batch=2).run(strategy)
@@ -269,3 +271,38 @@ def test_a_call_beside_others_delays_them_by_what_both_have_in_common() -> None:
     assert (lane.begin_ms, lane.end_ms) == ([0.0, 16.0, 4.0], [16.0, 36.0, 50.0])
     lane.one_after_another(5.0, [1.0])
     assert (lane.begin_ms[-1], lane.end_ms[-1]) == (50.0, 51.0)
+
+
+# ------------------------------------------------------------------------------------------ much at once
+
+
+def test_a_trillion_parameters_on_1024_ranks_take_no_more_work_than_on_128(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thousand operations are listed and priced, whatever the number of ranks."""
+    counted: Counter[str] = Counter()
+
+    def count(place: Any, name: str) -> None:
+        uncounted = getattr(place, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            counted[name] += 1
+            return uncounted(*args, **options)
+
+        monkeypatch.setattr(place, name, call)
+
+    count(Cluster, "ms")
+    count(Device, "touch_ms")
+    count(SplitOwners, "totals")
+    kimi = replace(
+        QWEN, architecture=MODELS["kimi-k2"], expert_parallel=64, checkpointing="full", world_size=128
+    )
+    assert kimi.numel == 1_026_408_209_408
+    work = []
+    for ranks in (128, 1024):
+        counted.clear()
+        run = replace(kimi, world_size=ranks).run("zero-3")
+        as_json("kimi-k2", run.scenario, [run])
+        assert len(run.schedule.operations) < 1200
+        work.append(counted.total())
+    assert work[1] <= 1.1 * work[0]

@@ -15,8 +15,8 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `shortfall`: why that is more than 1/N of what one rank alone would hold;
 - `operations`: what is computed, what is sent, and what waits for what;
 - `data_parallel`, `sharded`, `stage_3`, `local_sgd`: the operations of an iteration, in order;
-- `groups`: groups of ranks, and owners where some parameters are shared by fewer ranks than others; `cuts` has
-  the parameters that stage 3 cuts;
+- `groups`: groups of ranks, and owners where fewer ranks share some parameters than others; `cuts` has what
+  stage 3 cuts;
 - `dispatch`: the all-to-alls by which rows of tokens reach experts on other ranks;
 - `expert_parallel`: ranks that share the experts of each block;
 - `recipe`: a strategy as one value: what is sharded, who gets gradients, when updates are made, what is sent;

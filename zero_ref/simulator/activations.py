@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.architectures import Transformer, outputs_of
 from zero_ref.simulator.experts import OF_ROWS
-from zero_ref.simulator.layers import Kept, Layer, Matrix
+from zero_ref.simulator.layers import ALONE, Kept, Layer, Matrix, Sharing
 
 CHECKPOINTING: dict[str, str] = {
     "none": "nothing is computed again",
@@ -197,7 +197,7 @@ def activations(
     compiled: bool = False,
     fused_loss: bool = False,
     loss_itemsize: int = 4,
-    expert_load: float = 1.0,
+    sharing: Sharing = ALONE,
 ) -> Activations:
     """A rank's activations under a kind of checkpointing.
 
@@ -225,7 +225,7 @@ def activations(
             float32 for it: 10 bytes each at the end of a 16-bit forward, and 12 in backward.
         loss_itemsize: bytes of an element in the loss, which is computed in float32 unless a program gives
             cross-entropy its 16-bit logits: then each keeps 2 bytes, and 6 are there in backward.
-        expert_load: rows that this rank's experts get, over the average of the ranks that share experts.
+        sharing: of experts among ranks, of which these are the activations of the busiest.
     Raises:
         ValueError: `checkpointing` or `attention` is unknown, or there is no sequence or no token.
     Source: Korthikanti et al. (arXiv:2205.05198), equation 1 and sections 4.3 and 5; torchtitan's
@@ -241,7 +241,7 @@ def activations(
     def of_block(layer: Layer, *left_out: str) -> int:
         numels = (
             one.numel
-            * (expert_load if layer.routed and one.name in OF_ROWS else 1)
+            * (sharing.load if layer.routed and one.name in OF_ROWS else 1)
             * (one.nbytes or itemsize)
             for one in kept_of_block(layer, sequence, attention)
             if one.role not in left_out and not (compiled and one.role == "pointwise")
@@ -253,7 +253,7 @@ def activations(
     if checkpointing == "selective":
         ones = [of_block(layer, "scores") for layer in layers]
     elif checkpointing == "by-operation":
-        ones = [_kept_by_operation(layer, tokens, itemsize, compiled, attention) for layer in layers]
+        ones = [_kept_by_operation(layer, tokens, itemsize, compiled, attention, sharing) for layer in layers]
     elif checkpointing == "full":
         ones = [input_of_block] * len(layers)
     else:
@@ -269,7 +269,7 @@ def activations(
     of_norm = 2 * width * itemsize + (width if dropout else 4)  # a mask of the embedding's, or a statistic
     of_logit, in_loss = (itemsize, itemsize) if fused_loss else (loss_itemsize, 2 * loss_itemsize)
     # Of experts that not all tokens go to, gradients of all rows that this rank got, and of those it sent.
-    more = expert_load - 1
+    more = sharing.load - 1
     inside = max(
         (1 + layer.kind.gated) * (layer.hidden + layer.routed * more) + layer.moved * (1 + more / 2)
         for layer in layers
@@ -283,14 +283,20 @@ def activations(
     )
 
 
-def _kept_by_operation(layer: Layer, tokens: int, itemsize: int, compiled: bool, attention: str) -> int:
-    """The input of a block, attention's result and those of every other product, the first one included."""
+def _kept_by_operation(
+    layer: Layer, tokens: int, itemsize: int, compiled: bool, attention: str, sharing: Sharing
+) -> int:
+    """The input of a block, attention's result and those of every other product, the first one included.
+
+    And the rows that came from other ranks, and the results that came back.
+    """
     listed = matrices(layer)[::2]
     if compiled and not layer.kind.post_norms:
         listed = [one for one in listed if one.name != "down"]  # nothing in backward reads it
     numel = layer.width + layer.attended + sum(one.outputs for one in listed)
     statistics = 4 * layer.heads if attention == "fused" else 0
-    return tokens * (numel * itemsize + statistics)
+    arrived = layer.moved / 2 * (1 + sharing.load) if sharing.ranks > 1 else 0
+    return round(tokens * ((numel + arrived) * itemsize + statistics))
 
 
 def activation_bytes(

@@ -69,6 +69,11 @@ class RankWork(Training):
         """Elements of the parameters that one rank has."""
         return sum(param.numel for param in self.params)
 
+    @property
+    def sharing(self) -> Sharing:
+        """How ranks share experts, as far as what each of them computes depends on it."""
+        return Sharing(self.expert_parallel, self.expert_load)
+
     @cached_property
     def experts(self) -> SharedExperts | None:
         """The experts that ranks share; None if each rank has all of them."""
@@ -81,7 +86,7 @@ class RankWork(Training):
             self.tokens_of_pass * rows * DTYPES[self.dtype],
             experts_of(self.shapes),
             self.expert_load,
-            again.blocks if again.products else 0.0,
+            again.blocks if again.products == 1 else 0.0,  # by operation, what has arrived is kept
         )
 
     @property
@@ -120,7 +125,7 @@ class RankWork(Training):
             compiled=self.compiled,
             fused_loss=self.fused_loss,
             loss_itemsize=DTYPES[self.loss_dtype],
-            expert_load=self.expert_load,
+            sharing=self.sharing,
         )
 
     @property
@@ -166,7 +171,7 @@ class RankWork(Training):
             compiled=self.compiled,
             fused_loss=self.fused_loss,
             itemsize=DTYPES[self.dtype],
-            sharing=Sharing(self.expert_parallel, self.expert_load),
+            sharing=self.sharing,
         )
 
     @property

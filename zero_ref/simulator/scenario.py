@@ -60,8 +60,8 @@ class Scenario(RankWork):
             so its times and its memory are those of every rank here.
     Raises:
         ValueError: the batch, the sequence, the accumulation or `world_size` is below 1, a name is unknown,
-            the optimizer is offloaded and not elementwise, or as `check_experts`. Methods raise as `schedule`,
-            `AveragingSchedule`, `MemorySettings` and `play`.
+            the optimizer is offloaded and not elementwise, or as `check_experts`. Methods raise as
+            `schedule`, `AveragingSchedule`, `MemorySettings` and `play`.
     """
 
     def like(self, **changes: Any) -> Scenario:
