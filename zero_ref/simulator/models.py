@@ -97,8 +97,8 @@ Three mixtures have the dimensions of their configurations: Qwen/Qwen3-30B-A3B; 
 without its module of multi-token prediction; and moonshotai/Kimi-K2-Instruct, which is built like it. GPT-3's
 dimensions are those of Brown et al. (arXiv:2005.14165, table 2.1). `zero-*` are the three sizes of the ZeRO
 paper's Table 1 (arXiv:1910.02054), which gives numbers of parameters and no shapes. 7.5B and 1T have the
-shapes of Megatron-LM's models of these sizes (arXiv:2104.04473, table 1). No published model has 128B: ours is
-8,192 wide, the width of the ZeRO paper's runs of 100B and more, and as deep as comes nearest to 128B.
+shapes of Megatron-LM's models of these sizes (arXiv:2104.04473, table 1). No published model has 128B: ours
+is 8,192 wide, the width of the ZeRO paper's runs of 100B and more, and as deep as comes nearest to 128B.
 """
 
 MODELS: dict[str, Architecture] = {**TRANSFORMERS, "mlp-tiny": MLP((64, 256, 256, 10))}
