@@ -5,6 +5,8 @@
 
 A published number is that of the elements in a checkpoint, which may be more than a model's parameters. What
 else it counts is named in `published.csv` and computed from the model here; what is left is the difference.
+The numbers are those that Hugging Face's Hub has for a checkpoint, under the address in the file's column
+`source`; where KerasHub states the same number, the address is that of its file.
 """
 
 from __future__ import annotations
@@ -92,6 +94,7 @@ class Row:
         active: parameters that a token goes through.
         stored: the format of quantized weights, which are counted and cannot be trained.
         published: the number of parameters; None where none was found.
+        source: the address where it is published.
         named: what that number counts beside the parts.
     """
 
@@ -101,6 +104,7 @@ class Row:
     active: int = 0
     stored: str = ""
     published: int | None = None
+    source: str = ""
     named: dict[str, int] | None = None
 
     @property
@@ -143,6 +147,7 @@ def _row(file: Path, published: dict[str, str]) -> Row:
         active=model.active if isinstance(model, Decoder) else whole,
         stored=quantized(config),
         published=int(published["parameters"]) if published.get("parameters") else None,
+        source=published.get("source", ""),
         named={name: DIFFERENCES[name](model) for name in names},
     )
 
@@ -164,7 +169,7 @@ def lines(found: Iterable[Row]) -> Iterable[str]:
         if row.published is None:
             yield "    published   no number found"
             continue
-        yield f"    published  {row.published:>19,}"
+        yield f"    published  {row.published:>19,}  {row.source}"
         for name, numel in (row.named or {}).items():
             yield f"        {numel:>22,}  {name}"
         yield f"    difference {row.difference:>19,}"

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from living import Living
+from llama_block import SMALL, B, FusedNorm, LlamaBlock, S
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -30,7 +29,7 @@ from zero_ref.simulator.activations import (
 )
 from zero_ref.simulator.decoders import Decoder
 from zero_ref.simulator.dense import DENSE
-from zero_ref.simulator.models import GPT2, TRANSFORMERS, Llama, blocks, from_config
+from zero_ref.simulator.models import GPT2, TRANSFORMERS, blocks, from_config
 
 # ----------------------------------------------------------------------------------------------- example
 
@@ -178,73 +177,8 @@ def test_the_formula_is_what_autograd_saves_in_a_block() -> None:
     assert sum(kept) - sum(statistics) == activation_bytes(model, b, attention="unfused")
 
 
-class FusedNorm(torch.autograd.Function):
-    """RMSNorm as torch's fused kernel computes it on a GPU: it keeps its input and a statistic a token."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        scale = x.float().square().mean(-1, keepdim=True).add(1e-5).rsqrt()
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale * weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight, scale = ctx.saved_tensors
-        return (grad * weight * scale).to(x.dtype), (grad * x * scale).sum(tuple(range(x.dim() - 1))).to(
-            x.dtype
-        )
-
-
-S, B = 8, 3
-SMALL = Llama(width=16, depth=1, hidden=40, heads=4, key_value_heads=2, vocabulary=11, positions=S)
-SHAPES = {param.name.split(".", 3)[-1]: param.shape for param in SMALL.shapes() if ".0." in param.name}
-
-
-class LlamaBlock(torch.nn.Module):
-    """Grouped heads, rotary positions, RMSNorm, a gated MLP. Input and output: (batch, positions, width)."""
-
-    def __init__(self, attention: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.fused = attention == "fused"
-        self.weights = torch.nn.ParameterDict(
-            {
-                name.replace(".", "_"): torch.nn.Parameter(0.1 * torch.randn(shape, dtype=dtype))
-                for name, shape in SHAPES.items()
-            }
-        )
-        for name in ("cos", "sin"):
-            self.register_buffer(name, torch.randn(1, 1, S, SMALL.head_width, dtype=dtype))
-
-    def of_heads(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        weight = self.weights[f"self_attn_{name}_proj_weight"]
-        return F.linear(x, weight).view(B, S, -1, SMALL.head_width).transpose(1, 2)
-
-    def rotated(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
-
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if self.fused:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
-        scores = query @ key.transpose(2, 3) * SMALL.head_width**-0.5
-        return (
-            torch.softmax(scores + torch.full((S, S), -torch.inf, dtype=scores.dtype).triu(1), dim=-1) @ value
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = self.weights
-        normed = FusedNorm.apply(x, weights["input_layernorm_weight"])
-        query, key = (self.rotated(self.of_heads(normed, name)) for name in ("q", "k"))
-        mixed = self.attend(query, key, self.of_heads(normed, "v")).transpose(1, 2).reshape(B, S, -1)
-        x = x + F.linear(mixed, weights["self_attn_o_proj_weight"])
-        normed = FusedNorm.apply(x, weights["post_attention_layernorm_weight"])
-        gate, up = (F.linear(normed, weights[f"mlp_{name}_proj_weight"]) for name in ("gate", "up"))
-        return x + F.linear(F.silu(gate) * up, weights["mlp_down_proj_weight"])
-
-
 @pytest.mark.parametrize(("dtype", "itemsize"), [(torch.bfloat16, 2), (torch.float32, 4)])
-@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("attention", ["fused", "unfused"])  # by hand: tests/test_norms.py
 def test_a_llamas_block_keeps_what_autograd_saves(attention: str, dtype: torch.dtype, itemsize: int) -> None:
     block = LlamaBlock(attention, dtype)
     x = torch.randn(B, S, SMALL.width, dtype=dtype, requires_grad=True)
@@ -356,28 +290,6 @@ def test_the_head_keeps_what_autograd_saves(
 
 
 # ------------------------------------------------------------------------- what lives while a model computes
-
-
-class Living(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make, while they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {one.untyped_storage()._cdata for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor) and (storage := one.untyped_storage())._cdata not in given:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.nbytes())
-        return result
-
-    def nbytes(self) -> int:
-        self._made = {at: made for at, made in self._made.items() if not made[0].expired()}
-        return sum(nbytes for _, nbytes in self._made.values())
 
 
 def every_other_product() -> Any:

@@ -27,8 +27,8 @@ from zero_ref.comm import devices
 from zero_ref.lab.config import GPTConfig
 from zero_ref.shard.merged import SMALL_NUMEL
 from zero_ref.simulator.activations import OF_THE_PAPER, activation_bytes, head_bytes
+from zero_ref.simulator.devices import DEVICES
 from zero_ref.simulator.models import GPT2
-from zero_ref.simulator.presets import DEVICES
 
 CPU = torch.device("cpu")
 TINY = GPT2(width=32, depth=2, heads=4, vocabulary=101, positions=16)
@@ -212,9 +212,16 @@ def test_a_known_device_has_its_presets_peak(monkeypatch: pytest.MonkeyPatch) ->
         ("NVIDIA A100-SXM4-40GB", None),
         ("NVIDIA A100 80GB PCIe", None),
         ("NVIDIA H100 80GB HBM3", "H100 80 GB"),
-        ("NVIDIA H200", None),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA L40S", "L40S"),
+        ("AMD Instinct MI300X", "MI300X"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 4080", None),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
     ],
 )
 def test_a_preset_is_found_by_a_drivers_name(name: str, preset: str | None) -> None:

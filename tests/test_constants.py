@@ -14,8 +14,8 @@ from statistics import median
 import pytest
 
 from zero_ref.simulator.cluster import NCCL_CALL_US, Device, cluster
+from zero_ref.simulator.devices import DEVICES
 from zero_ref.simulator.kernels import Kernels, kernels
-from zero_ref.simulator.presets import DEVICES
 from zero_ref.simulator.published import Run, published
 
 PASSES = 2.75
@@ -96,8 +96,21 @@ BUS_GB_PER_S = {
     # A maintainer of NCCL, https://github.com/NVIDIA/nccl-tests/issues/212: 370 GB/s, with NVLS 480.
     ("h100-ib", "all_gather", 8): 370,
     ("h100-ib, nvls", "all_reduce", 8): 480,
+    # https://github.com/NVIDIA/nccl-tests/issues/272: 475 GB/s of eight H200, with NVLS.
+    ("h200-ib, nvls", "all_reduce", 8): 475,
     # NCCL's own limit for an A100, src/graph/tuning.cc.
     ("a100-ib", "all_reduce", 8): 235,
+    # https://github.com/NVIDIA/nccl/issues/1807: NCCL counts with 721.8 GB/s of a B200; eight of them reach
+    # "830+" with NVLS.
+    ("b200-ib", "all_gather", 8): 721.8,
+    ("b200-ib, nvls", "all_reduce", 8): 830,
+    # https://github.com/coreweave/nccl-tests/pull/43: 773 GB/s for 2 GiB, 846 for 8, with NVLS; without it
+    # there are no more than 721.8.
+    ("gb200-nvl72", "all_reduce", 72): 721.8,
+    # https://github.com/ROCm/rccl/issues/1210, a maintainer: 48 GB/s of each of 7 links.
+    ("mi300x-ib", "all_gather", 8): 7 * 48,
+    # https://github.com/NVIDIA/nccl/issues/1639: four RTX 5090.
+    ("rtx5090-10gbe", "all_reduce", 4): 35,
 }
 
 

@@ -28,6 +28,7 @@ from zero_ref.lab.outcome import predict
 from zero_ref.live.explorer import RANKS
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.plan.rules import equal_shares, even
+from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.ledger import Convention, ledger
 from zero_ref.simulator.recipe import RECIPES, recipe
 from zero_ref.simulator.schedule import Schedule, schedule
@@ -276,3 +277,30 @@ def test_grading_page_has_the_limits_of_an_answer_and_the_user_of_the_container(
     monkeypatch.setattr("zero_ref_course.cli.grade._check", interrupted)
     assert cli.main(["grade", "submissions"]) == 130
     assert "130 after Ctrl-C" in page
+
+
+def test_running_lists_every_cluster_with_what_it_is_made_of() -> None:
+    machines = {
+        # GPUs of a node, which GPU, a rank's rate within the node, and between nodes.
+        "h100-ib": (8, "H100 80 GB", "450 GB/s", "400 Gb/s"),
+        "h100-96-ib": (8, "H100 96 GB", "450 GB/s", "400 Gb/s"),
+        "a100-ib": (8, "A100 80 GB", "300 GB/s", "200 Gb/s"),
+        "v100-ib": (16, "V100 32 GB", "150 GB/s", "50 Gb/s"),
+        "a100-ethernet": (8, "A100 80 GB", "300 GB/s", "50 Gb/s"),
+        "rtx4090-10gbe": (4, "RTX 4090", "16 GB/s", "2.5 Gb/s"),
+        "h200-ib": (8, "H200", "450 GB/s", "400 Gb/s"),
+        "b200-ib": (8, "B200", "900 GB/s", "400 Gb/s"),
+        "gb200-nvl72": (72, "GB200", "900 GB/s", "400 Gb/s"),
+        "gb300-nvl72": (72, "GB300", "900 GB/s", "800 Gb/s"),
+        "mi300x-ib": (8, "MI300X", "448 GB/s", "400 Gb/s"),
+        "l40s-ethernet": (8, "L40S", "16 GB/s", "50 Gb/s"),
+        "rtx5090-10gbe": (4, "RTX 5090", "64 GB/s", "2.5 Gb/s"),
+    }
+    assert set(machines) == set(CLUSTERS) - {"loopback"}
+    page = (ROOT / "book" / "running.md").read_text(encoding="utf-8")
+    for name, (ranks, device, within, between) in machines.items():
+        here = CLUSTERS[name]
+        assert (ranks, device) == (here.ranks_per_node, here.device.name)
+        assert within == f"{here.within.gb_per_s:g} GB/s"
+        assert between == f"{8 * here.between.gb_per_s:g} Gb/s"
+        assert f"| `{name}` | {ranks} {device}, {within} each way | {between} |" in page

@@ -216,7 +216,7 @@ def test_one_module_knows_kinds_of_accelerators() -> None:
     known = [path for path in package.rglob("*.py") if "cuda" in path.read_text().lower()]
     assert {path.relative_to(package).as_posix() for path in known} <= {
         "comm/devices.py",
-        "simulator/presets.py",
+        "simulator/devices.py",
         "lab/commands.py",  # a program to copy
     }
 

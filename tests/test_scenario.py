@@ -14,9 +14,9 @@ from zero_ref import simulator
 from zero_ref.lab.simulated import as_json
 from zero_ref.simulator.activations import ATTENTION, CHECKPOINTING, activations
 from zero_ref.simulator.cluster import CLUSTERS, Cluster, Device, Link, cluster
+from zero_ref.simulator.devices import ALLOCATOR_SHARE, LIBRARY_GB
 from zero_ref.simulator.models import MLP, MODELS, TRANSFORMERS, Llama
 from zero_ref.simulator.operations import WAYS
-from zero_ref.simulator.presets import ALLOCATOR_SHARE, LIBRARY_GB
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.stages import runs_by_stage

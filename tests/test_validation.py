@@ -14,7 +14,6 @@ import pytest
 
 from zero_ref import cli
 from zero_ref.cli.validate import as_json, print_validation
-from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.published import Run, published
 from zero_ref.simulator.spread import SHARE
@@ -26,6 +25,7 @@ from zero_ref.simulator.validation import (
     compare,
     largest,
     predict,
+    predicted,
     scenario_of,
     validate,
     verdicts,
@@ -88,10 +88,6 @@ def test_a_scenario_has_the_runs_configuration(run: Run) -> None:
         assert getattr(scenario, name) == value, name
 
 
-def test_every_way_of_checkpointing_has_a_name_here() -> None:
-    assert {run.checkpointing for run in published().runs} <= set(CHECKPOINTING)
-
-
 def test_a_run_is_compared_in_all_that_was_published_of_it() -> None:
     by_figure = {one.figure: one for one in compare(published().run("titan-8b-8"))}
     assert (by_figure["time"].published, by_figure["memory"].published) == (5762, 82.4)
@@ -100,6 +96,8 @@ def test_a_run_is_compared_in_all_that_was_published_of_it() -> None:
     assert by_figure["memory"].predicted == simulated.memory.reserved_bytes / GIB
     unpooled = scenario_of(published().run("llmc-309-124m-z0")).run("ddp").memory
     assert predict("llmc-309-124m-z0").gib == (unpooled.allocated_bytes + unpooled.library_bytes) / GIB
+    seen = replace(published().run("titan-8b-8"), memory_of="driver")
+    assert predicted(seen, scenario_of(seen)).gib == simulated.memory.peak_bytes / GIB
     assert [one.figure for one in compare(published().run("trainy-8b-32"))] == ["memory"]
 
 

@@ -13,8 +13,8 @@ import torch
 from benchmarks.gpu.budget import Budget, Found
 from zero_ref.comm import devices
 from zero_ref.lab import meter
+from zero_ref.simulator.devices import DEVICES
 from zero_ref.simulator.models import TRANSFORMERS, Llama, blocks, shapes
-from zero_ref.simulator.presets import DEVICES
 
 PRODUCTS = ("forward", "gradient of the input", "gradient of the weight")
 
@@ -116,19 +116,19 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 def preset_named(name: str) -> str | None:
-    """The name in `presets.DEVICES` of a device, from the name that its driver gives it.
+    """The name in `devices.DEVICES` of a device, from the name that its driver gives it.
 
-    Cards of the same chip for a PCIe slot have another peak, and are not in the table.
+    Cards of the same chip for a PCIe slot or in a laptop have another peak, and are not in the table.
 
     >>> preset_named("NVIDIA H100 80GB HBM3"), preset_named("NVIDIA GeForce RTX 4090")
     ('H100 80 GB', 'RTX 4090')
     >>> preset_named("NVIDIA H100 PCIe"), preset_named("cpu")
     (None, None)
     """
+    words = name.replace("-", " ").split()
+    if {"PCIe", "NVL", "Laptop", "D"}.intersection(words):
+        return None
     for preset in DEVICES:
-        chip, _, memory_of_it = preset.partition(" ")
-        *words, unit = memory_of_it.split()
-        wanted = [chip, f"{words[0]}GB"] if unit == "GB" else [preset]
-        if all(word in name for word in wanted) and "PCI" not in name:
+        if set(preset.replace(" GB", "GB").split()) <= set(words):
             return preset
     return None

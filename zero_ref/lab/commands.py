@@ -67,6 +67,7 @@ def _trained(scenario: Scenario, strategy: str) -> TrainConfig | None:
         scenario.optimizer == "AdamW"
         and scenario.checkpointing in ("none", "selective")
         and scenario.attention == "fused"
+        and scenario.autocast is None
         and scenario.accumulation == 1
         and not scenario.offload
         and (scenario.shard_group is None or recipe(strategy).without_ddp)
@@ -107,7 +108,10 @@ def program(scenario: Scenario, strategy: str) -> list[str] | None:
     runs = scenario.optimizer in STATE_RULES and "+" not in scenario.optimizer and scenario.experts is None
     if not runs or strategy not in _LINES:
         return None
-    return ["import torch", *_LINES[strategy](scenario), *_accumulating(scenario, strategy)]
+    lines = ["import torch", *_LINES[strategy](scenario), *_accumulating(scenario, strategy)]
+    if scenario.autocast:
+        lines.append(f'# model and loss: with torch.autocast("cuda", torch.{scenario.autocast})')
+    return lines
 
 
 def _ddp(scenario: Scenario) -> list[str]:

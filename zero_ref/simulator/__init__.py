@@ -10,7 +10,9 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `architectures`: what the simulator asks of a model, and GPT-2, Llama and an MLP;
 - `rules`: what each block is, as a configuration says; `configuration` reads one, or refuses it;
 - `models`: the parameter shapes of published models by name, or of a module at hand;
+- `autocast`: what of that is cast to 16 bits where parameters are in 32;
 - `activations`: what the forward pass keeps for the backward pass, with and without checkpointing;
+- `updates`: what an update needs and moves, in one kernel or in many;
 - `memory`: everything that a rank holds, item by item, on average and exactly for a partition;
 - `shortfall`: why that is more than 1/N of what one rank alone would hold;
 - `operations`: what is computed, what is sent, and what waits for what;
@@ -23,7 +25,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `schedule`: the iteration of a strategy, its calls one by one, and what each rank holds;
 - `timeline`: when each part of an iteration happens on a rank, and what is hidden behind computing;
 - `traffic`: how many messages and bytes a collective makes;
-- `presets`: known GPUs, links and clusters, as tables to extend;
+- `devices`, `presets`: known GPUs, links and clusters, as tables to extend;
 - `cluster`: links and devices, and how long each collective takes on them;
 - `kernels`: what a transformer computes, and what limits it: arithmetic, attention, memory;
 - `price`: how long each operation of a schedule takes on a cluster;

@@ -11,11 +11,14 @@ experts, each is given as many tokens as any other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.architectures import Transformer, outputs_of
+from zero_ref.simulator.autocast import cast_weights, kept_under_autocast
 from zero_ref.simulator.experts import OF_ROWS
 from zero_ref.simulator.layers import ALONE, Kept, Layer, Matrix, Sharing
+from zero_ref.simulator.norms import NORMS, beside_of_element, kept_beside
 
 CHECKPOINTING: dict[str, str] = {
     "none": "nothing is computed again",
@@ -31,6 +34,7 @@ OF_THE_PAPER = ("none", "selective", "full")
 ATTENTION: dict[str, str] = {
     "fused": "one kernel, as flash attention: no score reaches memory",
     "unfused": "scores are stored, and kept for backward unless they are computed again",
+    "by-hand": "the same with a softmax of separate operations, which keeps their exponentials too",
 }
 """How attention is computed. Backward of a fused kernel computes scores again, whatever is checkpointed."""
 
@@ -41,7 +45,7 @@ def kinds_apart(attention: str) -> tuple[str, ...]:
     >>> kinds_apart("fused")
     ('none', 'every-other-block', 'by-operation', 'full')
     """
-    return tuple(kind for kind in CHECKPOINTING if kind != "selective" or attention == "unfused")
+    return tuple(kind for kind in CHECKPOINTING if kind != "selective" or attention != "fused")
 
 
 def matrices(layer: Transformer | Layer) -> list[Matrix]:
@@ -172,6 +176,8 @@ class Activations:
         again: more, while backward is in a block: what is computed again.
         gradients: likewise the gradients of activations, about: those of the stream, and in the MLP those for
             which nothing has been freed yet.
+        cached: more at the end of forward: copies of weights that autocast keeps until then, and that are not
+            among what is kept for backward.
     """
 
     blocks: int = 0
@@ -179,6 +185,7 @@ class Activations:
     loss: int = 0
     again: int = 0
     gradients: int = 0
+    cached: int = 0
 
     @property
     def kept(self) -> int:
@@ -197,7 +204,11 @@ def activations(
     compiled: bool = False,
     fused_loss: bool = False,
     loss_itemsize: int = 4,
+    autocast: bool = False,
+    norms: str = "fused",
+    repeated_kv: bool = False,
     sharing: Sharing = ALONE,
+    silu_by_hand: bool = False,
 ) -> Activations:
     """A rank's activations under a kind of checkpointing.
 
@@ -225,48 +236,61 @@ def activations(
             float32 for it: 10 bytes each at the end of a 16-bit forward, and 12 in backward.
         loss_itemsize: bytes of an element in the loss, which is computed in float32 unless a program gives
             cross-entropy its 16-bit logits: then each keeps 2 bytes, and 6 are there in backward.
+        autocast: parameters are in 32 bits and cast for each product, as `autocast` says; `itemsize` is that
+            of the products.
+        norms: how RMSNorms are computed: one of `norms.NORMS`. Compiled, all keep as much as fused ones.
+        repeated_kv: keys and values are copied for every query head before fused attention, as before torch
+            had grouped heads there. Unfused attention always needs the copies.
         sharing: of experts among ranks, of which these are the activations of the busiest.
+        silu_by_hand: the SiLU of a gated MLP is x * sigmoid(x), which keeps the sigmoid too.
     Raises:
-        ValueError: `checkpointing` or `attention` is unknown, or there is no sequence or no token.
+        ValueError: `checkpointing`, `attention` or `norms` is unknown, or there is no sequence or no token.
     Source: Korthikanti et al. (arXiv:2205.05198), equation 1 and sections 4.3 and 5; torchtitan's
         torchtitan/distributed/activation_checkpoint.py for what its two keep. Equal to what autograd saves
         (tests/test_activations.py).
     """
     check_name("checkpointing", checkpointing, CHECKPOINTING)
     check_name("attention", attention, ATTENTION)
+    check_name("norms", norms, NORMS)
     sequence = _tokens_of_sequence(architecture, batch, sequence)
     tokens, layers, width = sequence * batch, architecture.layers, architecture.width
-    outputs = outputs_of(architecture)
+    outputs, of_stream = outputs_of(architecture), 4 if autocast else itemsize
+    how = _How(
+        sequence,
+        batch,
+        attention,
+        itemsize,
+        compiled,
+        autocast,
+        norms,
+        repeated_kv,
+        sharing,
+        silu_by_hand,
+    )
 
-    def of_block(layer: Layer, *left_out: str) -> int:
-        numels = (
-            one.numel
-            * (sharing.load if layer.routed and one.name in OF_ROWS else 1)
-            * (one.nbytes or itemsize)
-            for one in kept_of_block(layer, sequence, attention)
-            if one.role not in left_out and not (compiled and one.role == "pointwise")
-        )
-        return round(tokens * sum(numels))
-
-    input_of_block, depth = tokens * width * itemsize, architecture.depth
-    wholes = [of_block(layer) for layer in layers]
+    input_of_block, depth = tokens * width * of_stream, architecture.depth
+    wholes = [_kept_bytes(layer, how) for layer in layers]
     if checkpointing == "selective":
-        ones = [of_block(layer, "scores") for layer in layers]
+        ones = [_kept_bytes(layer, how, "scores") for layer in layers]
     elif checkpointing == "by-operation":
-        ones = [_kept_by_operation(layer, tokens, itemsize, compiled, attention, sharing) for layer in layers]
+        ones = [_kept_by_operation(layer, how) for layer in layers]
     elif checkpointing == "full":
         ones = [input_of_block] * len(layers)
     else:
         ones = wholes
     blocks = sum(layer.number * one for layer, one in zip(layers, ones))
     again = max(0, *(whole - one for whole, one in zip(wholes, ones)))
+    shrunk = depth if checkpointing in ("full", "by-operation") else 0
     if checkpointing == "every-other-block":
         # Of unlike blocks, every other one is on average.
         shrunk = depth // 2
         blocks -= (blocks - depth * input_of_block) * shrunk // depth
         again = max(wholes) - input_of_block if shrunk else 0
     dropout = any(layer.kind.dropout for layer in layers)
-    of_norm = 2 * width * itemsize + (width if dropout else 4)  # a mask of the embedding's, or a statistic
+    # A norm's input and its result; a mask of the embedding's, or a statistic.
+    of_norm = width * (of_stream + itemsize) + (width if dropout else 4)
+    if not all(layer.layer_norms for layer in layers):  # the last norm is in no block, and not compiled
+        of_norm += width * beside_of_element(norms, of_stream)
     of_logit, in_loss = (itemsize, itemsize) if fused_loss else (loss_itemsize, 2 * loss_itemsize)
     # Of experts that not all tokens go to, gradients of all rows that this rank got, and of those it sent.
     more = sharing.load - 1
@@ -276,27 +300,69 @@ def activations(
     )
     return Activations(
         blocks,
-        head=tokens * (of_norm + of_logit * outputs),
+        head=tokens * (of_norm + of_logit * outputs) + how.casts(width * outputs),
         loss=tokens * in_loss * outputs,
         again=again,
-        gradients=round(tokens * itemsize * (2 * width + inside)),
+        gradients=round(tokens * (2 * width * of_stream + inside * itemsize)),
+        cached=sum(layer.number * how.casts(cast_weights(layer)) for layer in layers) * shrunk // depth,
     )
 
 
-def _kept_by_operation(
-    layer: Layer, tokens: int, itemsize: int, compiled: bool, attention: str, sharing: Sharing
-) -> int:
+class _How(NamedTuple):
+    """How blocks are computed: the arguments of `activations` of these names."""
+
+    sequence: int
+    batch: int
+    attention: str
+    itemsize: int
+    compiled: bool
+    autocast: bool
+    norms: str
+    repeated_kv: bool
+    sharing: Sharing
+    silu_by_hand: bool
+
+    def casts(self, numel: int) -> int:
+        """Bytes of the cast copies of weights, which a compiler makes again where they are read."""
+        return numel * self.itemsize if self.autocast and not self.compiled else 0
+
+
+def _kept_bytes(layer: Layer, how: _How, *left_out: str) -> int:
+    """What a block keeps if nothing is computed again but the roles that are left out."""
+    kept = kept_of_block(layer, how.sequence, how.attention)
+    if how.autocast:
+        kept = kept_under_autocast(layer, kept, compiled=how.compiled)
+    kept += kept_beside(
+        layer,
+        how.norms,
+        how.repeated_kv and how.attention == "fused",
+        4 if how.autocast else how.itemsize,
+        silu_by_hand=how.silu_by_hand,
+        exponentials=how.sequence if how.attention == "by-hand" else 0,
+    )
+    of_token = sum(
+        one.numel
+        * (how.sharing.load if layer.routed and one.name in OF_ROWS else 1)
+        * (one.nbytes or how.itemsize)
+        for one in kept
+        if one.role not in left_out and not (how.compiled and one.role == "pointwise")
+    )
+    return round(how.sequence * how.batch * of_token) + how.casts(cast_weights(layer))
+
+
+def _kept_by_operation(layer: Layer, how: _How) -> int:
     """The input of a block, attention's result and those of every other product, the first one included.
 
     And the rows that came from other ranks, and the results that came back.
     """
     listed = matrices(layer)[::2]
-    if compiled and not layer.kind.post_norms:
+    if how.compiled and not layer.kind.post_norms:
         listed = [one for one in listed if one.name != "down"]  # nothing in backward reads it
-    numel = layer.width + layer.attended + sum(one.outputs for one in listed)
-    statistics = 4 * layer.heads if attention == "fused" else 0
-    arrived = layer.moved / 2 * (1 + sharing.load) if sharing.ranks > 1 else 0
-    return round(tokens * ((numel + arrived) * itemsize + statistics))
+    of_input = layer.width * (4 if how.autocast else how.itemsize)
+    of_results = (layer.attended + sum(one.outputs for one in listed)) * how.itemsize
+    statistics = 4 * layer.heads if how.attention == "fused" else 0
+    arrived = layer.moved / 2 * (1 + how.sharing.load) * how.itemsize if how.sharing.ranks > 1 else 0
+    return round(how.sequence * how.batch * (of_input + of_results + statistics + arrived))
 
 
 def activation_bytes(

@@ -1,8 +1,8 @@
 """Machines: links and devices, and how long each collective takes on them.
 
 `traffic` says how many messages and bytes a collective makes, and a `Cluster` how long they take on its
-links. The clusters known by name are made from the tables in `presets`. `zero_ref.simulator.calibrate` makes
-one from times measured on the machine at hand.
+links. The clusters known by name are made from the tables in `devices` and `presets`.
+`zero_ref.simulator.calibrate` makes one from times measured on the machine at hand.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from zero_ref.simulator import presets
+from zero_ref.simulator import devices, presets
 from zero_ref.simulator._checks import check_name, check_number
 from zero_ref.simulator._records import parse_json, record
 from zero_ref.simulator.traffic import BACKENDS, OPERATIONS, PAIRWISE, Traffic, traffic
@@ -31,7 +31,8 @@ TREE_SHARE_OF_ONE = 0.85
 """The same on top, where all of a node's traffic goes to and from one GPU: nodes with one rank."""
 
 NVLS_SHARE = 0.85
-"""The share of the link's bandwidth that NCCL expects of sums in the switch on Hopper (`nvlsEfficiency`)."""
+"""The share of the link's bandwidth that NCCL expects of sums in the switch on Hopper; on Blackwell 0.74.
+Source: `nvlsEfficiency` of src/graph/tuning.cc."""
 
 NVLS_US = 25.0
 """The latency of such a reduction, there and back (`hwLatencies`)."""
@@ -319,9 +320,12 @@ class Cluster:
         protocols: a call uses the fastest. None means that the links are what they are.
         nvls: the switch in a node can add (NVLink SHARP), so that a rank sends and receives each element of
             an all-reduce once. "auto" then considers it.
+        nvls_share: the share of `within`'s bandwidth that such sums reach.
+        disk_gb_per_s: 10^9 bytes a second that all ranks of a node together read from the storage of
+            checkpoints, or write to it; None where it is not known.
         source: where the figures come from.
     Raises:
-        ValueError: an unknown backend or operation, or a node without ranks.
+        ValueError: an unknown backend or operation, a node without ranks, a share above 1 or a rate of 0.
         TypeError: `ranks_per_node` is no whole number, or `shared` or `overlaps` no bool.
     """
 
@@ -338,6 +342,8 @@ class Cluster:
     call_us: float = 0.0
     protocols: tuple[Protocol, ...] = ()
     nvls: bool = False
+    nvls_share: float = NVLS_SHARE
+    disk_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
         check_name("backend", self.backend, BACKENDS)
@@ -346,6 +352,10 @@ class Cluster:
         if self.ranks_per_node < 1:
             raise ValueError(f"a node has at least 1 rank, got ranks_per_node={self.ranks_per_node}.")
         check_number(f"{self.name}: call_us", self.call_us)
+        if not 0 < self.nvls_share <= 1:
+            raise ValueError(f"{self.name}: nvls_share is above 0 up to 1, got {self.nvls_share:g}.")
+        if self.disk_gb_per_s is not None:
+            check_number(f"{self.name}: disk_gb_per_s", self.disk_gb_per_s, above=True)
         for what in ("shared", "overlaps", "nvls"):
             if not isinstance(getattr(self, what), bool):
                 raise TypeError(f"{what} must be True or False, got {getattr(self, what)!r}.")
@@ -487,7 +497,7 @@ class Cluster:
         """
         if algorithm == "nvls":
             payload = load.busiest_bytes * ranks / (ranks + 1)
-            latency_ms, share, inside_bytes = NVLS_US / 1e3, NVLS_SHARE, payload * (1 + 1 / span.most)
+            latency_ms, share, inside_bytes = NVLS_US / 1e3, self.nvls_share, payload * (1 + 1 / span.most)
         else:
             payload = load.busiest_bytes / 2
             latency_ms, share = within.ms(2 * (span.most - 1), 0), TREE_SHARE
@@ -551,7 +561,7 @@ def _preset(name: str, *, device: str, within: str, between: str, **others: Any)
         others = {"call_us": NCCL_CALL_US, "protocols": NCCL_PROTOCOLS} | others
     return Cluster(
         name,
-        Device(device, **{"memory_gb": None} | presets.DEVICES[device] | presets.MEMORY.get(device, {})),
+        Device(device, **devices.DEVICES[device]),
         within=Link(**presets.LINKS[within]),
         between=Link(**presets.LINKS[between]),
         **others,
@@ -559,7 +569,7 @@ def _preset(name: str, *, device: str, within: str, between: str, **others: Any)
 
 
 CLUSTERS: dict[str, Cluster] = {name: _preset(name, **fields) for name, fields in presets.CLUSTERS.items()}
-"""Clusters by name, from the tables of `presets`."""
+"""Clusters by name, from the tables of `devices` and `presets`."""
 
 
 def cluster(name: str) -> Cluster:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.activations import ATTENTION
 from zero_ref.simulator.architectures import Transformer, outputs_of, trained
+from zero_ref.simulator.autocast import cast_weights, reads_of_norms
 from zero_ref.simulator.cluster import Device
 from zero_ref.simulator.expert_parallel import on_a_rank
 from zero_ref.simulator.layers import ALONE, Layer, Matrix, Sharing
@@ -154,6 +155,10 @@ BACKWARD_OF_FLASH = 2.5
 Source: FlashAttention-2 (arXiv:2307.08691), section 4.1."""
 
 
+CAST = 6
+"""Bytes that a cast between 32 and 16 bits reads and writes for each element."""
+
+
 class Touched(NamedTuple):
     """Bytes that kernels limited by memory read and write for each token."""
 
@@ -222,36 +227,48 @@ COMPILED = Costs(
 """As a compiler fuses them: neighbours read once and write once."""
 
 
-def touched_by_token(architecture: Transformer, costs: Costs, sharing: Sharing = ALONE) -> Touched:
+def touched_by_token(
+    architecture: Transformer, costs: Costs, sharing: Sharing = ALONE, *, autocast: bool = False
+) -> Touched:
     """Bytes that a block's kernels read and write for each token, beside products and attention.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
     >>> touched_by_token(TRANSFORMERS["llama3-8b"], EAGER)
     Touched(forward=606208.0, backward=1089536.0)
+
+    Args:
+        autocast: the stream is in 32 bits, and cast where a product reads it.
     """
-    layers = [(layer.number, _touched_in(layer, costs, sharing)) for layer in architecture.layers]
+    layers = [(layer.number, _touched_in(layer, costs, sharing, autocast)) for layer in architecture.layers]
     depth = architecture.depth
     forward, backward = (sum(count * of_block[way] for count, of_block in layers) / depth for way in (0, 1))
     return Touched(forward, backward)
 
 
-def _touched_in(layer: Layer, costs: Costs, sharing: Sharing) -> Touched:
+def _touched_in(layer: Layer, costs: Costs, sharing: Sharing, autocast: bool) -> Touched:
     """The same of one kind of block, on the busiest of the ranks that share experts.
 
     Where rows travel, they are sorted by rank before they leave, and by expert when they have arrived.
     """
     moved = layer.moved * (1 + (sharing.load if sharing.ranks > 1 else 0))
     hidden = layer.hidden + layer.routed * (sharing.load - 1)
-    kind, width = layer.kind, layer.width
+    kind, width, of_stream = layer.kind, layer.width, 2 if autocast else 1
     norm = costs.layer_norm if layer.layer_norms else costs.rms_norm
+    if norm is not EAGER.rms_norm:  # which is in 32 bits in any case
+        norm = (of_stream * norm[0], of_stream * norm[1])
+    reads = reads_of_norms(layer, compiled=costs is COMPILED)
+    casts = autocast * (reads["normed"] * (layer.attended > 0) + reads["normed for the MLP"] * layer.has_mlp)
     function = costs.gate if kind.gated else costs.activation
     halves = (layer.attended > 0) + layer.has_mlp
     norms = min(kind.pre_norms, halves) + kind.post_norms if halves else 0
-    uses = 2 * (layer.attended > 0) + kind.gated * layer.has_mlp
+    # Of products that are one, gradients are put together as they are, and else added in the stream's dtype.
+    uses = 2 * (layer.attended > 0) * (1 if kind.fused_qkv else of_stream)
+    uses += kind.gated * layer.has_mlp * (1 if kind.fused_gate else of_stream)
     normed = layer.heads * layer.head_width + layer.key_value_heads * layer.head_width
     return Touched(
         *(
-            width * (norms * norm[way] + halves * costs.add[way] + uses * costs.again[way])
+            width * (norms * norm[way] + of_stream * halves * costs.add[way] + uses * costs.again[way])
+            + width * casts * CAST
             + halves * width * kind.dropout * costs.dropout[way]
             + layer.biased * costs.bias[way]
             + (layer.attended + moved) * costs.layout[way]
@@ -304,6 +321,7 @@ def kernels(
     compiled: bool = False,
     fused_loss: bool = False,
     itemsize: int = 2,
+    autocast: bool = False,
     sharing: Sharing = ALONE,
 ) -> Kernels:
     """The kernels of forward and backward on `batch` sequences.
@@ -324,6 +342,7 @@ def kernels(
         compiled: neighbouring kernels of blocks are fused.
         fused_loss: those of the loss are.
         itemsize: bytes of an element.
+        autocast: parameters and stream are in 32 bits, and cast for each product; gradients are cast back.
         sharing: of experts among ranks, of which these are the kernels of the busiest. It has fewer experts,
             each with the rows of more tokens.
     Raises:
@@ -332,7 +351,7 @@ def kernels(
     check_name("attention", attention, ATTENTION)
     again, costs = recomputed(checkpointing), COMPILED if compiled else EAGER
     tokens, depth, outputs = batch * sequence, architecture.depth, outputs_of(architecture)
-    of_block = touched_by_token(architecture, costs, sharing)
+    of_block = touched_by_token(architecture, costs, sharing, autocast=autocast)
     scale = itemsize / 2
 
     def products(of: Callable[[Layer], Iterable[Matrix]]) -> Pass:
@@ -341,7 +360,8 @@ def kernels(
     matrices = products(lambda layer: layer.products)
     fused = attention == "fused"
     attended, attended_back = _attention(architecture, batch, sequence, costs.scores, itemsize, fused)
-    others = matrices.touching(scale * tokens * depth * of_block.forward)
+    casts = CAST * autocast * sum(layer.number * cast_weights(layer) for layer in architecture.layers)
+    others = matrices.touching(scale * tokens * depth * of_block.forward + casts)
     last = products(lambda layer: layer.last)
     # The mask of a dropout behind the last product has to be made again, and so has the product.
     of_last = 1.0 if again.last == 0 < again.products and architecture.kind.dropout else again.last
@@ -351,15 +371,16 @@ def kernels(
     if checkpointing == "by-operation":  # which keeps no results of experts
         of_experts = products(lambda layer: (one for one in layer.products if one.copies > 1))
         computed_again = computed_again.plus(of_experts.times(1 - again.products))
-    back = matrices.times(2).plus(attended_back).touching(scale * tokens * depth * of_block.backward)
+    back = matrices.times(2).plus(attended_back).touching(scale * tokens * depth * of_block.backward + casts)
     back = back.plus(computed_again)
 
     product = Product(tokens, architecture.width, outputs, float(outputs > 0))
     of_head, of_loss = (
         scale * tokens * outputs * nbytes for nbytes in (COMPILED if fused_loss else EAGER).logits
     )
-    head = Pass((product,), 0.0, of_head, itemsize)
-    back = back.plus(Pass((product._replace(times=2 * product.times),), 0.0, of_loss, itemsize))
+    casts = CAST * autocast * architecture.width * outputs
+    head = Pass((product,), 0.0, of_head + casts, itemsize)
+    back = back.plus(Pass((product._replace(times=2 * product.times),), 0.0, of_loss + casts, itemsize))
     numel = sum(param.numel for param in on_a_rank(trained(architecture), sharing.ranks))
     return Kernels(others.plus(attended).plus(head), back, numel)
 

@@ -24,6 +24,7 @@ from zero_ref.simulator.ledger import (
     state_rule,
 )
 from zero_ref.simulator.models import blocks
+from zero_ref.simulator.updates import update_kernels
 
 FIRST_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
 """The ZeRO stage from which each part of the model's state is divided among the ranks."""
@@ -42,6 +43,7 @@ class MemorySettings:
             torch.optim's own: gradients and moments in each parameter's dtype, no master copy.
         optimizer: a name in `ledger.STATE_RULES`, or a rule. Its tensors take the place of the two moments
             that the convention counts.
+        update: one of `updates.UPDATES`: what the update needs while it lasts.
         gradient_as_bucket_view: as in DDP. False, DDP's default, costs a second copy of the gradients.
         bucket_bytes: of the buffer for messages at stage 1, and of the two buckets of gradients that are on
             their way at stage 2; 0 if tensors are sent without a copy.
@@ -51,6 +53,7 @@ class MemorySettings:
             new parameters are sent from these.
         activation_bytes: of one rank, what forward leaves for backward.
         head_bytes: of these, what is kept outside of the blocks, and freed before backward comes to one.
+        forward_bytes: more at the end of forward.
         loss_bytes: more while the loss's backward lasts.
         block_bytes: more while backward is in a block.
         last_block_bytes: of the activations, what one block keeps, which is there when backward ends.
@@ -69,12 +72,14 @@ class MemorySettings:
     stage: int
     convention: str | Convention | None = "mixed-16"
     optimizer: str | StateRule = "AdamW"
+    update: str = "fused"
     gradient_as_bucket_view: bool = False
     bucket_bytes: int = 25 * UNITS["MiB"]
     gathered_units: int = 2
     flat: bool = False
     activation_bytes: int = 0
     head_bytes: int = 0
+    forward_bytes: int = 0
     loss_bytes: int = 0
     block_bytes: int = 0
     last_block_bytes: int = 0
@@ -88,13 +93,14 @@ class MemorySettings:
 
     def __post_init__(self) -> None:
         check_stage(self.stage)
-        state_rule(self.optimizer)
+        update_kernels(self.optimizer, self.update)
         if self.convention is not None:
             _ = convention_named(self.convention).master
         sizes = (
             "bucket_bytes",
             "activation_bytes",
             "head_bytes",
+            "forward_bytes",
             "loss_bytes",
             "block_bytes",
             "last_block_bytes",
@@ -386,7 +392,9 @@ def _communication_bytes(params: Sequence[ParamSpec], world_size: int, settings:
 
 def _whole_gradient_bytes(params: Sequence[ParamSpec], world_size: int, settings: MemorySettings) -> int:
     """Of gradients that are whole until the last backward, in the dtype in which they will travel."""
-    if not (settings.no_sync and settings.accumulates and settings.stage > 1) or world_size == 1:
+    if not (settings.no_sync and settings.accumulates and settings.stage > 1):
+        return 0
+    if world_size == 1 and (settings.stage == 2 or settings.reduced_itemsize is None):
         return 0
     if settings.stage == 3 and settings.reduced_itemsize is not None:
         return settings.reduced_itemsize * sum(param.numel for param in params if param.trainable)

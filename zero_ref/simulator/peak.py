@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zero_ref.plan.partition import ParamSpec
+from zero_ref.simulator.ledger import state_rule
 from zero_ref.simulator.memory import Memory, MemorySettings, costs, gathered_bytes, unit_bytes, whole_bytes
 from zero_ref.simulator.models import blocks
+from zero_ref.simulator.updates import update_kernels
 
 PHASES = ("forward", "loss", "backward", "last block", "reduction", "step", "sending")
 """When a rank may hold most: at the end of forward, in the backward of the loss, in the block with which
@@ -123,7 +125,10 @@ def _phases(
     in_forward = before | {"communication": gathered, "activations": kept}
 
     def in_block(done: int, activations: float) -> dict[str, float]:
-        """While backward is in a block, when it has made so many bytes of whole gradients."""
+        """While backward is in a block, when it has made so many bytes of whole gradients before.
+
+        A block's temporaries are there before its gradients.
+        """
         held = before if sum(before.values()) else {"gradients": gradients * done / whole}
         on_the_way = gathered + (_reduced_block(params, settings) + made.head if gathered else buffers)
         return held | {
@@ -133,11 +138,11 @@ def _phases(
         }
 
     shared = settings.stage == 3 and bool(gathered)  # then the root's gradients stay whole until the end
-    first = made.block + (0 if shared else made.head)
-    last = whole - made.embedding - (made.head if shared else 0)
+    first = 0 if shared else made.head
+    last = whole - made.embedding - made.block - (made.head if shared else 0)
     after: dict[str, float] = {"gradients": gradients}
     return {
-        "forward": in_forward,
+        "forward": in_forward | {"temporaries": settings.forward_bytes},
         "loss": in_forward | {"temporaries": settings.loss_bytes},
         "backward": in_block(first, kept - settings.head_bytes),
         "last block": in_block(last, settings.last_block_bytes),
@@ -162,20 +167,38 @@ def _on_the_way(
 
 
 def _reduced_block(params: Sequence[ParamSpec], settings: MemorySettings) -> int:
-    """The whole gradients of the largest block, and their copy if they travel in another dtype."""
+    """The flat copy of the largest block's gradients, which is there until those of the next block are made.
+
+    Source: reduce_scatter_state in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+    """
     of_block = []
     for unit, members in zip(unit_bytes(params, settings)[1:], blocks(params)[1:], strict=True):
         numel = sum(params[i].numel for i in members if params[i].trainable)
-        of_block.append(unit.grads + numel * (settings.reduced_itemsize or 0))
+        of_block.append(
+            unit.grads if settings.reduced_itemsize is None else numel * settings.reduced_itemsize
+        )
     return max(of_block, default=0)
 
 
 def _step_bytes(params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings) -> float:
-    """What the update needs while it lasts: of 32-bit masters beside 16-bit gradients, these in 32 bits.
+    """What the update needs while it lasts, on the device.
 
-    A fused update needs nothing else. torch's foreach updates, its default, need a copy of one moment.
+    Of 32-bit masters beside 16-bit gradients, these in 32 bits; and the copies of `updates`.
     """
-    if not settings.masters_apart or settings.offload:
+    if settings.offload:
         return 0
     whole = whole_bytes(params, settings)
-    return whole.master and memory.master_bytes
+    in_32_bits = memory.master_bytes if settings.masters_apart and whole.master else 0
+    copies = update_kernels(settings.optimizer, settings.update).copies
+    if not copies or not whole.moments:
+        return in_32_bits
+    of_all = memory.moment_bytes / state_rule(settings.optimizer).tensors
+    if settings.update == "foreach":
+        return in_32_bits + copies * of_all
+    cost = costs(params, settings)
+    largest = max(
+        (one.numel * its.moments for one, its in zip(params, cost, strict=True) if one.trainable), default=0
+    ) / state_rule(settings.optimizer).tensors  # fmt: skip
+    if settings.stage == 3:  # each is cut
+        largest *= memory.moment_bytes / whole.moments
+    return in_32_bits + copies * min(largest, of_all)

@@ -17,6 +17,7 @@ from zero_ref.simulator.ledger import StateRule, state_rule
 from zero_ref.simulator.models import GPT2, Llama, ParamShape, matrices_whole, specs, trained
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.training import DTYPES, Training
+from zero_ref.simulator.updates import update_kernels
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class RankWork(Training):
         67
         494.5
         """
-        device = self.cluster.device.in_dtype("tf32" if self.tf32 else self.dtype)
+        device = self.cluster.device.in_dtype("tf32" if self.tf32 else self.computed_in)
         return self.cluster if device is self.cluster.device else replace(self.cluster, device=device)
 
     @property
@@ -83,7 +84,7 @@ class RankWork(Training):
         rows = max(layer.moved // 2 for layer in model.layers)  # there, and back
         return SharedExperts(
             self.expert_parallel,
-            self.tokens_of_pass * rows * DTYPES[self.dtype],
+            self.tokens_of_pass * rows * DTYPES[self.computed_in],
             experts_of(self.shapes),
             self.expert_load,
             again.blocks if again.products == 1 else 0.0,  # by operation, what has arrived is kept
@@ -121,11 +122,15 @@ class RankWork(Training):
             self.tokens_of_sequence,
             self.checkpointing,
             attention=self.attention,
-            itemsize=DTYPES[self.dtype],
+            itemsize=DTYPES[self.computed_in],
+            autocast=self.autocast is not None,
             compiled=self.compiled,
             fused_loss=self.fused_loss,
             loss_itemsize=DTYPES[self.loss_dtype],
+            norms=self.norms,
+            repeated_kv=self.repeated_kv,
             sharing=self.sharing,
+            silu_by_hand=self.silu_by_hand,
         )
 
     @property
@@ -170,21 +175,32 @@ class RankWork(Training):
             attention=self.attention,
             compiled=self.compiled,
             fused_loss=self.fused_loss,
-            itemsize=DTYPES[self.dtype],
+            itemsize=DTYPES[self.computed_in],
+            autocast=self.autocast is not None,
             sharing=self.sharing,
         )
 
     @property
     def workload(self) -> Workload:
-        """A step reads value, gradient and state, and writes value and state."""
+        """What forward and backward compute, and what an update reads and writes."""
         return Workload(
             self.tokens_of_pass,
             recompute=self.checkpointing == "full",
-            step_bytes=self._state_itemsize * (3 + 2 * state_rule(self.optimizer).tensors),
+            step_bytes=self._step_bytes,
             attention_share=self.attention_share,
             kernels=self.kernels,
             active_share=self.computed_on / self.numel_of_rank,
         )
+
+    @property
+    def _step_bytes(self) -> int:
+        """Bytes that an update reads and writes for each element.
+
+        A fused one beside 16-bit parameters reads their gradients and writes them itself. Else gradients are
+        first converted to 32 bits, and parameters from them at the end: 6 bytes each.
+        """
+        converted = 12 if self._mixed and self.update != "fused" else 0
+        return self._state_itemsize * update_kernels(self.optimizer, self.update).touched + converted
 
     @property
     def state(self) -> StateRule:
@@ -197,12 +213,12 @@ class RankWork(Training):
         return self.masters and DTYPES[self.dtype] == 2
 
     @property
-    def _state_itemsize(self) -> int:
-        """Bytes of an element of the state, and of parameters as local-sgd averages them."""
-        return 4 if self._mixed else DTYPES[self.dtype]
-
-    @property
     def _tied(self) -> bool:
         """The output head is the embedding."""
         model = self.transformer
         return model is not None and model.head is None and getattr(model, "tied", isinstance(model, GPT2))
+
+    @property
+    def _state_itemsize(self) -> int:
+        """Bytes of an element of the state, and of parameters as local-sgd averages them."""
+        return 4 if self._mixed else DTYPES[self.dtype]

@@ -19,9 +19,9 @@ USES = ("fit time", "fit memory", "fit", "test")
 """What a run is for. A constant of the simulator may be fitted to the times of the first, to the memory of
 the second and to both of the third; the rest only tests."""
 
-MEMORIES = ("allocated", "reserved", "unpooled")
-"""What is in tensors; what PyTorch's allocator has taken for them; and what the driver says is taken by a
-program that has no such allocator: tensors and libraries."""
+MEMORIES = ("allocated", "reserved", "driver", "unpooled")
+"""What is in tensors; what PyTorch's allocator has taken for them; what the driver says is taken: by the
+allocator and by libraries; and the same of a program without such an allocator: tensors and libraries."""
 
 
 TIMES = ("tokens_per_s_gpu", "ms", "tflops")

@@ -53,6 +53,7 @@ class Scenario(RankWork):
         prefetch: as `Recipe`.
         masters: beside 16-bit parameters the optimizer keeps 32-bit copies and state; False for state in the
             parameters' dtype and no copies.
+        update: one of `updates.UPDATES`. torch.optim on a GPU is "foreach" unless it is given fused=True.
         bucket_view: DDP's `gradient_as_bucket_view`. False, its default, keeps all gradients twice.
         expert_parallel: as `expert_parallel` says. Under local-sgd, and with another way than "plain", ranks
             share no experts.
@@ -171,6 +172,7 @@ class Scenario(RankWork):
             usual.stage,
             convention="mixed-16" if self._mixed else None,
             optimizer=self.optimizer,
+            update=self.update,
             gradient_as_bucket_view=self.bucket_view,
             bucket_bytes=max(bucket_bytes, default=0) * (2 if usual.without_ddp else 1),
             gathered_units=1 + self.prefetch,
@@ -178,9 +180,10 @@ class Scenario(RankWork):
             activation_bytes=found.kept,
             head_bytes=found.head,
             loss_bytes=found.loss,
+            forward_bytes=found.cached,
             block_bytes=found.again + found.gradients,
             last_block_bytes=found.blocks // max(1, getattr(self.transformer, "depth", 1)),
-            ddp=self.world_size > 1,
+            ddp=self.world_size > 1 and not self.without_ddp,
             tied=self._tied,
             accumulates=how.accumulation > 1,
             no_sync=how.no_sync,

@@ -7,14 +7,17 @@ from typing import Annotated
 
 from zero_ref.plan.partition import check_world_size
 from zero_ref.simulator.activations import ATTENTION, CHECKPOINTING, kinds_apart
+from zero_ref.simulator.autocast import AUTOCAST
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.expert_parallel import check_experts
 from zero_ref.simulator.ledger import STATE_RULES, state_rule
 from zero_ref.simulator.models import Architecture, trained
+from zero_ref.simulator.norms import NORMS
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.options import Option, check_options, explained, listed
 from zero_ref.simulator.recipe import REDUCED_IN, Recipe
 from zero_ref.simulator.schedule import MIB
+from zero_ref.simulator.updates import UPDATES, update_kernels
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element in forward and backward. Of 16-bit parameters the optimizer keeps float32 copies."""
@@ -91,9 +94,21 @@ class Training:
     masters: Annotated[bool, Option(
         "no 32-bit copies of 16-bit parameters: state in the parameters' own dtype",
     )] = True
+    update: Annotated[str, Option(
+        explained(UPDATES) + " (default: %(default)s)", metavar="HOW", choices=UPDATES,
+    )] = "fused"
     compiled: Annotated[bool, Option("blocks are compiled: fewer passes over memory, less is kept")] = False
     fused_loss: Annotated[bool, Option(
         "the cross-entropy is one kernel, which keeps no copy of the logits in 32 bits",
+    )] = False
+    norms: Annotated[str, Option(
+        "RMSNorms: " + explained(NORMS) + " (default: %(default)s)", metavar="HOW", choices=NORMS,
+    )] = "fused"
+    repeated_kv: Annotated[bool, Option(
+        "keys and values are copied for every query head before attention, as before torch had grouped heads",
+    )] = False
+    silu_by_hand: Annotated[bool, Option(
+        "the SiLU of a gated MLP is x * sigmoid(x), which keeps the sigmoid too",
     )] = False
     loss_dtype: Annotated[str, Option(
         "what a loss that is not fused is computed in (default: %(default)s)", metavar="DTYPE",
@@ -106,6 +121,10 @@ class Training:
     attention: Annotated[str, Option(
         explained(ATTENTION) + " (default: %(default)s)", metavar="HOW", choices=ATTENTION,
     )] = "fused"
+    autocast: Annotated[str | None, Option(
+        "torch.autocast over float32 parameters: products are computed in it, of weights that are cast for "
+        "each forward: " + listed(AUTOCAST), metavar="DTYPE", choices=AUTOCAST,
+    )] = None
     tf32: Annotated[bool, Option(
         "products of float32 are made in TF32, as torch.set_float32_matmul_precision('high') lets them be; "
         "torch's default makes them in float32",
@@ -123,6 +142,10 @@ class Training:
     )] = None
     bucket_view: Annotated[bool, Option(
         "DDP's gradient_as_bucket_view: gradients lie in DDP's buckets, and are not kept twice",
+        used_by=_buckets_by_ddp,
+    )] = False
+    without_ddp: Annotated[bool, Option(
+        "gradients are reduced where they lie, by the program itself: no buckets of DDP",
         used_by=_buckets_by_ddp,
     )] = False
     reduce_dtype: Annotated[str | None, Option(
@@ -171,14 +194,35 @@ class Training:
         check_options(self, but=("optimizer",))  # `state_rule` knows them
         if self.offload and state_rule(self.optimizer).of_whole is not None:
             raise ValueError(f"offload is for elementwise optimizers; {self.optimizer} multiplies matrices.")
+        update_kernels(self.optimizer, self.update)
         check_world_size(self.world_size)
         if self.expert_parallel > 1 or self.expert_load > 1:  # else shapes are not needed yet
             shapes = trained(self.architecture)
             check_experts(shapes, self.expert_parallel, self.expert_load, self.world_size)
-        if self.tf32 and self.dtype != "float32":
-            raise ValueError(f"tf32 is how products of float32 are made; the dtype is {self.dtype}.")
-        if self.tf32 and "tf32" not in self.cluster.device.peaks:
-            raise ValueError(f"{self.cluster.device.name}: no peak in TF32 is known.")
+        self._check_products()
+
+    def _check_products(self) -> None:
+        """Refuse products that there are not."""
+        device = self.cluster.device
+        if self.autocast and self.dtype != "float32":
+            raise ValueError(
+                f"autocast casts parameters of float32; the dtype is {self.dtype}, and so are products. Ask "
+                "for float32, or leave autocast out."
+            )
+        if self.autocast and self.expert_parallel > 1:
+            raise ValueError(
+                f"autocast with experts that {self.expert_parallel} ranks share is not simulated: leave out "
+                "autocast, or leave expert_parallel at 1."
+            )
+        if self.tf32 and self.computed_in != "float32":
+            raise ValueError(f"tf32 is how products of float32 are made; the dtype is {self.computed_in}.")
+        if self.tf32 and "tf32" not in device.peaks:
+            raise ValueError(f"{device.name}: no peak in TF32 is known.")
+
+    @property
+    def computed_in(self) -> str:
+        """The dtype of products: what they are cast to, or that of the parameters."""
+        return self.autocast or self.dtype
 
     @property
     def tokens_of_sequence(self) -> int:

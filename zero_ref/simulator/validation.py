@@ -122,6 +122,7 @@ def predicted(run: Run, scenario: Scenario) -> Predicted:
     nbytes = {
         "allocated": memory.allocated_bytes,
         "reserved": memory.reserved_bytes,
+        "driver": memory.peak_bytes,
         "unpooled": memory.allocated_bytes + memory.library_bytes,
     }[run.memory_of]
     return Predicted(simulated.tokens_per_second / run.ranks, nbytes / GIB, simulated.fits)
