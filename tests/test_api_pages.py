@@ -76,7 +76,7 @@ NOT_FOR_READERS = {
     "zero_ref.lab.searched": {"as_json", "print_found"},
     "zero_ref.lab.config": {
         *("add_run_arguments", "add_demo_arguments", "check_memory", "config_for", "config_from"),
-        *("keeps_masters", "least_bytes", "shard_saves", "strategies_of"),
+        *("check_spread", "keeps_masters", "least_bytes", "shard_saves", "strategies_of"),
     },
     "zero_ref.lab.own": {"OwnLoop", "OwnTrainable"},
     "zero_ref.lab.source": {"Source", "without_docstrings"},

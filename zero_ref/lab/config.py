@@ -42,6 +42,9 @@ LONGEST_CONTEXT = 32_768
 COMPARED = ("ddp", "zero", "zero-bucket", "zero-even")
 """Strategies that do the same arithmetic in the same order, and differ in who does it and what is sent."""
 
+SPREAD_UNDER = ("ddp", "zero", "zero-bucket", "zero-even", "zero-2")
+"""Strategies under which experts can be spread over ranks here."""
+
 OF_OWN = "zero"
 """The strategy whose prediction says what the reader's own optimizer holds as state: whole parameters."""
 
@@ -72,10 +75,23 @@ class GPTConfig:
         "of parameters and gradients: " + listed(DTYPES) + " (default: %(default)s)", metavar="DTYPE",
         choices=DTYPES, after="shard_group",
     )] = field(default="float32", kw_only=True)
+    experts: Annotated[int, Option(
+        "of a mixture, in place of each block's two-layer network (default: %(default)s, no mixture)",
+        metavar="E", least=0, most=2**10, why="this is for small models", after="context",
+    )] = field(default=0, kw_only=True)
+    active_experts: Annotated[int, Option(
+        "to how many of them each token goes (default: %(default)s)", metavar="K", least=1, most=2**10,
+        after="experts",
+    )] = field(default=2, kw_only=True)
     # fmt: on
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.experts and self.active_experts > self.experts:
+            raise ValueError(
+                f"a token cannot go to {self.active_experts} of {self.experts} experts: choose "
+                f"active_experts from 1 to {self.experts}."
+            )
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}.")
         if self.context > LONGEST_CONTEXT:
@@ -88,11 +104,28 @@ class GPTConfig:
     def numel(self) -> int:
         """Elements of all parameters.
 
-        >>> GPTConfig().numel
-        834304
+        >>> GPTConfig().numel, GPTConfig(experts=4).numel
+        (834304, 2406656)
         """
-        block = 12 * self.width**2 + 13 * self.width
+        network = (
+            self.experts * (self.width + self._expert) if self.experts else self._expert + 5 * self.width
+        )
+        block = 4 * self.width**2 + 8 * self.width + network
         return (VOCABULARY + self.context + 2) * self.width + self.layers * block
+
+    @property
+    def _expert(self) -> int:
+        return 8 * self.width**2
+
+    @property
+    def active_numel(self) -> int:
+        """Elements of the parameters that a token goes through: of experts those that it is sent to.
+
+        >>> GPTConfig().active_numel, GPTConfig(experts=4).active_numel
+        (834304, 1358080)
+        """
+        idle = max(self.experts - self.active_experts, 0)
+        return self.numel - self.layers * idle * self._expert
 
 
 @dataclass(frozen=True)
@@ -114,6 +147,8 @@ class TrainConfig:
             and number of ranks may have written either.
         elastic: go on from the newest intact save in `checkpoint_dir` if there is one, and with fewer ranks
             where some are lost. `checkpoint_every` may then be left 0, for a tenth of the steps.
+        expert_parallel: so many consecutive ranks share the experts of each block. Under SPREAD_UNDER, and
+            without checkpoints.
         own: the reader's file with the class `MyZero`, which is trained where `strategy` names the file.
     """
 
@@ -141,6 +176,11 @@ class TrainConfig:
         "masters)",
         metavar="DTYPE", choices=("float32",),
     )] = field(default=None, kw_only=True)
+    expert_parallel: Annotated[int, Option(
+        "so many consecutive ranks share the experts of each block, whole ones each; under "
+        + listed(SPREAD_UNDER) + " (default: %(default)s)",
+        metavar="N", least=1, most=2**20, after="active_experts",
+    )] = field(default=1, kw_only=True)
     batch_size: Annotated[int, replace(_SIZE, help="passages on each rank")] = 8
     learning_rate: Annotated[float, Option(above=0, most=1000, why="no training survives such steps")] = 2e-3
     warmup_steps: int = 20
@@ -198,6 +238,23 @@ class TrainConfig:
             )
         if self.checkpoint_dir:
             shard_saves(self.recipe)  # or say why it cannot
+        if self.expert_parallel > 1:
+            self._check_spread()
+
+    def _check_spread(self) -> None:
+        """Raise a ValueError for experts that cannot be spread over ranks."""
+        number = self.expert_parallel
+        if self.is_own:
+            raise ValueError(
+                f"{self.own} is one optimizer for all ranks, and experts on {number} ranks need one of their "
+                "own: leave expert_parallel out, or the file."
+            )
+        check_spread(self.recipe, number, experts=self.model.experts)
+        if self.checkpoint or self.checkpoint_dir:
+            raise ValueError(
+                f"no checkpoint is written or read here while experts are spread over {number} ranks, which "
+                "have different ones: leave the checkpoint out, or expert_parallel."
+            )
 
     @property
     def goes_on(self) -> bool:
@@ -300,6 +357,44 @@ def keeps_masters(how: Recipe) -> bool:
     return True
 
 
+def check_spread(
+    how: Recipe, expert_parallel: int, world_size: int | None = None, experts: int | None = None
+) -> None:
+    """Return if experts can be spread over so many ranks under this recipe.
+
+    Args:
+        world_size: ranks in all; None if that is checked later.
+        experts: of a block; None if that is checked later.
+    Raises:
+        ValueError: they cannot; says why, and what to use.
+    """
+    if how.name not in SPREAD_UNDER:
+        raise ValueError(
+            f"strategy {how.name!r} is not combined with experts on several ranks here: choose "
+            f"{', '.join(SPREAD_UNDER)}, or leave expert_parallel out."
+        )
+    if how.way != "plain" or how.shard_group is not None or how.accumulation > 1:
+        raise ValueError(
+            f"{how.title!r} is not combined with experts on several ranks: update after backward, among all "
+            "ranks, one backward to an update, or leave expert_parallel out."
+        )
+    if experts == 0:
+        raise ValueError(
+            f"expert_parallel={expert_parallel}: the model has no experts that ranks could share. Give it "
+            "some by experts, or leave expert_parallel out."
+        )
+    if experts is not None and experts % expert_parallel:
+        raise ValueError(
+            f"{expert_parallel} ranks cannot share {experts} experts, whole ones each: give expert_parallel "
+            f"a divisor of {experts}."
+        )
+    if world_size is not None and world_size % expert_parallel:
+        raise ValueError(
+            f"{world_size} ranks cannot be divided into groups of {expert_parallel} that share the experts: "
+            f"give expert_parallel a divisor of {world_size}."
+        )
+
+
 def shard_saves(how: Recipe) -> None:
     """Return if the state under this recipe can be saved in shards, each rank what it owns.
 
@@ -384,8 +479,9 @@ def add_run_arguments(parser: Parser) -> None:
 
 
 def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a run without those that name its optimizer: `zero-ref demo` tries all strategies."""
-    add_options(parser, (one for one in options_of(TrainConfig) if one.path[0] not in ("strategy", "own")))
+    """The options of a run without those that not all strategies take: `zero-ref demo` tries all."""
+    left_out = ("strategy", "own", "expert_parallel")
+    add_options(parser, (one for one in options_of(TrainConfig) if one.path[0] not in left_out))
 
 
 def strategies_of(args: argparse.Namespace) -> list[str]:
@@ -422,6 +518,8 @@ def config_for(args: argparse.Namespace, strategies: Sequence[str], world_size: 
     ]
     config = config_from(args, (able or strategies)[0])
     config.recipe.group_of(world_size)
+    if config.expert_parallel > 1:
+        check_spread(config.recipe, config.expert_parallel, world_size)
     for strategy in strategies:
         config.under(strategy)
     return config

@@ -56,6 +56,7 @@ class Measured(NamedTuple):
         held_out_loss: after the last step, on text that was not trained on; on rank 0 at least.
         step_ms: of each step done in this run.
         cuts_by_itself: the reader's own optimizer has cut the parameters, by a rule of its own.
+        expert_rows: that the experts of this rank have computed in the last step, where experts are spread.
     """
 
     calls: list[Call]
@@ -64,6 +65,7 @@ class Measured(NamedTuple):
     held_out_loss: float | None
     step_ms: list[float]
     cuts_by_itself: bool = False
+    expert_rows: int = 0
 
 
 class Pair(NamedTuple):
