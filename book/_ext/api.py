@@ -119,6 +119,7 @@ CHAPTER_OF = {
     "zero_ref.simulator.sharded": 7,
     "zero_ref.simulator.stage_3": 8,
     "zero_ref.simulator.local_sgd": 17,
+    "zero_ref.simulator.expert_parallel": 16,
     "zero_ref.simulator.recipe": 4,
     "zero_ref.simulator.schedule": 4,
     "zero_ref.simulator.schedule.calls_of_rank": 6,

@@ -57,8 +57,8 @@ def calls() -> dict[str, Callable[[], object]]:
         "all_gather": lambda: all_gather(torch.empty_like(whole), part),
         "broadcast": lambda: dist.broadcast(whole, group_src=n - 1),
         "reduce": lambda: dist.reduce(whole, group_dst=0),
-        "exchange": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
-        "exchange, in pairs": exchange,
+        "exchange": exchange,
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
         "send": send,
     }
 

@@ -15,6 +15,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `shortfall`: why that is more than 1/N of what one rank alone would hold;
 - `operations`: what is computed, what is sent, and what waits for what;
 - `data_parallel`, `sharded`, `stage_3`, `local_sgd`: the operations of an iteration, in order;
+- `expert_parallel`: ranks that share the experts of each block, and what travels between them;
 - `recipe`: a strategy as one value: what is sharded, who gets gradients, when updates are made, what is sent;
 - `schedule`: the iteration of a strategy, its calls one by one, and what each rank holds;
 - `timeline`: when each part of an iteration happens on a rank, and what is hidden behind computing;

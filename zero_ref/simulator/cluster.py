@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from zero_ref.simulator import presets
 from zero_ref.simulator._checks import check_name, check_number
 from zero_ref.simulator._records import parse_json, record
-from zero_ref.simulator.traffic import BACKENDS, OPERATIONS, Traffic, traffic
+from zero_ref.simulator.traffic import BACKENDS, OPERATIONS, PAIRWISE, Traffic, traffic
 
 ALGORITHMS = ("auto", "ring", "tree", "nvls")
 
@@ -376,8 +376,8 @@ class Cluster:
 
         Over several nodes a ring's bytes leave a node through the outer links of all its ranks at once. So
         one rank's inner link or a node's outer links together, whichever is slower, set the pace; a last node
-        that is not full has fewer outer links. In an exchange, each rank's own bytes pass through its own
-        outer link. A send goes to another node if there is one. Every call takes `call_us`.
+        that is not full has fewer outer links. In an exchange or an all-to-all, each rank's own bytes pass
+        through its own outer link. A send goes to another node if there is one. Every call takes `call_us`.
 
         Groups of consecutive ranks make their calls at the same time, each on the links of its own ranks.
         They share only a bandwidth that all ranks of a node share. A group within a node uses inner links
@@ -454,8 +454,10 @@ class Cluster:
     ) -> float:
         """How long the collective of a group takes whose ranks lie on nodes in this way."""
         inside_bytes = load.busiest_bytes if at_once is None else load.total_bytes * at_once
-        within = self.link_of_op.get(op, self.within)
-        if op in ("exchange", "send"):
+        # What was measured for an exchange holds for an all-to-all too, unless that was measured itself.
+        alike = "exchange" if op in PAIRWISE else op
+        within = self.link_of_op.get(op) or self.link_of_op.get(alike) or self.within
+        if op in (*PAIRWISE, "send"):
             if span.nodes == 1:
                 return within.ms(load.rounds, inside_bytes)
             outside = 1.0 if op == "send" else (ranks - span.fewest) / (ranks - 1)

@@ -18,6 +18,7 @@ from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
 from zero_ref.simulator.activations import CHECKPOINTING, Activations, activations
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.decoders import Decoder
+from zero_ref.simulator.expert_parallel import check_experts
 from zero_ref.simulator.kernels import Kernels, kernels
 from zero_ref.simulator.ledger import STATE_RULES, StateRule, nbytes_of, state_rule
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks, with_peak
@@ -78,6 +79,10 @@ def _gathers_ahead(how: Recipe, _: object) -> bool:
 
 def _averages(how: Recipe, _: object) -> bool:
     return how.averaging is not None
+
+
+def _meets_in_every_step(how: Recipe, _: object) -> bool:
+    return how.averaging is None
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,15 @@ class Scenario:
         "(default: %(default)s)",
         metavar="N", least=1, most=2**20, used_by=_averages,
     )] = 1
+    expert_parallel: Annotated[int, Option(
+        "so many consecutive ranks share the experts of each block, whole ones each (default: %(default)s)",
+        metavar="N", least=1, most=2**20, used_by=_meets_in_every_step,
+    )] = 1
+    expert_load: Annotated[float, Option(
+        "rows that the experts of the busiest rank get, over the average of the ranks that share experts "
+        "(default: %(default)s)",
+        metavar="X", least=1, most=10**6, used_by=_meets_in_every_step,
+    )] = 1.0
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -201,6 +215,8 @@ class Scenario:
         if self.offload and state_rule(self.optimizer).of_whole is not None:
             raise ValueError(f"offload is for elementwise optimizers; {self.optimizer} multiplies matrices.")
         check_world_size(self.world_size)
+        if self.expert_parallel > 1 or self.expert_load > 1:  # else shapes are not needed yet
+            check_experts(self.shapes, self.expert_parallel, self.expert_load, self.world_size)
         if self.tf32 and self.dtype != "float32":
             raise ValueError(f"tf32 is how products of float32 are made; the dtype is {self.dtype}.")
         if self.tf32 and "tf32" not in self.cluster.device.peaks:
