@@ -19,6 +19,8 @@ from zero_ref.lab._arguments import (
 )
 from zero_ref.lab.logs import KINDS
 from zero_ref.simulator.cluster import CLUSTERS
+from zero_ref.simulator.expert_parallel import check_experts
+from zero_ref.simulator.layers import ParamShape
 from zero_ref.simulator.ledger import MIXED_ADAMW, format_bytes, itemsize_of, state_rule
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.options import (
@@ -249,12 +251,20 @@ class TrainConfig:
                 f"{self.own} is one optimizer for all ranks, and experts on {number} ranks need one of their "
                 "own: leave expert_parallel out, or the file."
             )
-        check_spread(self.recipe, number, experts=self.model.experts)
+        check_spread(self.recipe)
+        self.check_ranks(number)
         if self.checkpoint or self.checkpoint_dir:
             raise ValueError(
                 f"no checkpoint is written or read here while experts are spread over {number} ranks, which "
                 "have different ones: leave the checkpoint out, or expert_parallel."
             )
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise a ValueError if so many ranks cannot be divided into the groups that the config asks for."""
+        self.recipe.group_of(world_size)
+        model = self.model
+        stacked = ParamShape("blocks.0.mixture.experts.expand", (model.experts, 4 * model.width, model.width))
+        check_experts([stacked] if model.experts else [], self.expert_parallel, 1.0, world_size)
 
     @property
     def goes_on(self) -> bool:
@@ -357,16 +367,11 @@ def keeps_masters(how: Recipe) -> bool:
     return True
 
 
-def check_spread(
-    how: Recipe, expert_parallel: int, world_size: int | None = None, experts: int | None = None
-) -> None:
-    """Return if experts can be spread over so many ranks under this recipe.
+def check_spread(how: Recipe) -> None:
+    """Return if experts can be spread over ranks under this recipe.
 
-    Args:
-        world_size: ranks in all; None if that is checked later.
-        experts: of a block; None if that is checked later.
     Raises:
-        ValueError: they cannot; says why, and what to use.
+        ValueError: they cannot; says what to use.
     """
     if how.name not in SPREAD_UNDER:
         raise ValueError(
@@ -377,21 +382,6 @@ def check_spread(
         raise ValueError(
             f"{how.title!r} is not combined with experts on several ranks: update after backward, among all "
             "ranks, one backward to an update, or leave expert_parallel out."
-        )
-    if experts == 0:
-        raise ValueError(
-            f"expert_parallel={expert_parallel}: the model has no experts that ranks could share. Give it "
-            "some by experts, or leave expert_parallel out."
-        )
-    if experts is not None and experts % expert_parallel:
-        raise ValueError(
-            f"{expert_parallel} ranks cannot share {experts} experts, whole ones each: give expert_parallel "
-            f"a divisor of {experts}."
-        )
-    if world_size is not None and world_size % expert_parallel:
-        raise ValueError(
-            f"{world_size} ranks cannot be divided into groups of {expert_parallel} that share the experts: "
-            f"give expert_parallel a divisor of {world_size}."
         )
 
 
@@ -517,9 +507,7 @@ def config_for(args: argparse.Namespace, strategies: Sequence[str], world_size: 
         if name in RECIPES and all(one.is_used(RECIPES[name], value) for one, value in for_some)
     ]
     config = config_from(args, (able or strategies)[0])
-    config.recipe.group_of(world_size)
-    if config.expert_parallel > 1:
-        check_spread(config.recipe, config.expert_parallel, world_size)
+    config.check_ranks(world_size)
     for strategy in strategies:
         config.under(strategy)
     return config

@@ -27,7 +27,8 @@ from zero_ref.lab.experts import Experts
 from zero_ref.lab.strategies import Trainable, make_optimizer
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call, ordinary
-from zero_ref.simulator.layers import is_of_experts
+from zero_ref.simulator.expert_parallel import check_experts
+from zero_ref.simulator.layers import ParamShape, is_of_experts
 from zero_ref.simulator.recipe import Recipe
 
 
@@ -93,7 +94,9 @@ def spread(
             expert parallelism; the ranks or the experts cannot be divided.
     Collective: all ranks of the default group.
     """
-    check_spread(recipe, expert_parallel, dist.get_world_size())
+    check_spread(recipe)
+    shapes = [ParamShape(name, tuple(param.shape)) for name, param in model.named_parameters()]
+    check_experts(shapes, expert_parallel, 1.0, dist.get_world_size())
     shape = dist.get_world_size() // expert_parallel, expert_parallel
     mesh = init_device_mesh(ranks.device().type, shape, mesh_dim_names=("replicas", "experts"))
     sharing, replicas = as_collectives(mesh["experts"].get_group()), mesh["replicas"].get_group()
