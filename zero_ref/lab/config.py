@@ -109,15 +109,15 @@ class GPTConfig:
         >>> GPTConfig().numel, GPTConfig(experts=4).numel
         (834304, 2406656)
         """
-        network = (
-            self.experts * (self.width + self._expert) if self.experts else self._expert + 5 * self.width
-        )
+        # Attention and norms; then a router, or a two-layer network with biases.
+        network = self.experts * self.width or 8 * self.width**2 + 5 * self.width
         block = 4 * self.width**2 + 8 * self.width + network
-        return (VOCABULARY + self.context + 2) * self.width + self.layers * block
+        return (VOCABULARY + self.context + 2) * self.width + self.layers * block + self.expert_numel
 
     @property
-    def _expert(self) -> int:
-        return 8 * self.width**2
+    def expert_numel(self) -> int:
+        """Elements of the experts of all blocks; 0 without experts."""
+        return self.layers * self.experts * 8 * self.width**2
 
     @property
     def active_numel(self) -> int:
@@ -126,8 +126,8 @@ class GPTConfig:
         >>> GPTConfig().active_numel, GPTConfig(experts=4).active_numel
         (834304, 1358080)
         """
-        idle = max(self.experts - self.active_experts, 0)
-        return self.numel - self.layers * idle * self._expert
+        active = self.expert_numel * self.active_experts // max(self.experts, 1)
+        return self.numel - self.expert_numel + active
 
 
 @dataclass(frozen=True)
@@ -420,7 +420,8 @@ def least_bytes(config: TrainConfig, ranks: int) -> int:
     activations = config.batch_size * model.context * (8 * model.layers * model.width + VOCABULARY)
     whole = 2 if config.recipe.stage < 2 else 1
     state = state_rule(config.recipe.optimizer).nbytes(model.numel, itemsize)
-    return itemsize * ranks * (whole * model.numel + activations) + state
+    kept = model.numel - model.expert_numel * (config.expert_parallel - 1) // config.expert_parallel
+    return itemsize * ranks * (max(whole * kept, model.numel) + activations) + state
 
 
 def check_memory(config: TrainConfig, ranks: int) -> None:
