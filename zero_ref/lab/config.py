@@ -44,7 +44,7 @@ LONGEST_CONTEXT = 32_768
 COMPARED = ("ddp", "zero", "zero-bucket", "zero-even")
 """Strategies that do the same arithmetic in the same order, and differ in who does it and what is sent."""
 
-SPREAD_UNDER = ("ddp", "zero", "zero-bucket", "zero-even", "zero-2")
+SPREAD_UNDER = ("ddp", "zero", "zero-bucket", "zero-even", "zero-2", "zero-3")
 """Strategies under which experts can be spread over ranks here."""
 
 OF_OWN = "zero"

@@ -9,7 +9,7 @@ their gradients are averaged and their state is sharded. So each set has an opti
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import PendingCall
-from zero_ref.lab import meter, ranks
+from zero_ref.lab import meter, ranks, stage_3
 from zero_ref.lab.config import check_spread
 from zero_ref.lab.experts import Experts
 from zero_ref.lab.strategies import Trainable, make_optimizer
@@ -39,10 +39,12 @@ class Spread(Trainable):
     Args:
         optimizer: of all parameters but the experts.
         of_experts: the optimizer of this rank's experts.
+        replicas: how many ranks have the same experts as this one.
         all_to_alls, calls_of_experts: filled while `recording` lasts.
     """
 
     of_experts: torch.optim.Optimizer = field(kw_only=True)
+    replicas: int = field(kw_only=True)
     all_to_alls: list[Call] = field(default_factory=list)
     calls_of_experts: list[Call] = field(default_factory=list)
 
@@ -65,14 +67,36 @@ class Spread(Trainable):
         self.calls[:] = ordinary([call for calls in kinds for call in calls])
 
     def held(self) -> meter.HeldBytes:
-        each = [
-            meter.held_bytes([p for group in one.param_groups for p in group["params"]], one)
-            for one in self.optimizers
-        ]
-        return meter.HeldBytes(*map(sum, zip(*each)))
+        return self._sum_of_both(meter.held_bytes)
+
+    def _sum_of_both(self, held_bytes: Callable[..., meter.HeldBytes]) -> meter.HeldBytes:
+        of_each = []
+        for optimizer in self.optimizers:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            of_each.append(held_bytes(params, optimizer))
+        return meter.HeldBytes(*map(sum, zip(*of_each)))
 
     def expert_rows(self) -> int:
         return sum(one.rows for one in self.model.modules() if isinstance(one, Experts))
+
+
+class SpreadAndSharded(Spread):
+    """Parameters are torch's DTensors: those of a block's experts over other ranks than its other ones."""
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """As in `Spread`."""
+        with (
+            super().recording(),
+            meter.recording_distributed(within=dist.get_world_size()) as calls,
+            meter.recording_distributed(within=self.replicas) as calls_of_experts,
+        ):
+            yield
+            self.calls.extend(calls)
+            self.calls_of_experts.extend(calls_of_experts)
+
+    def held(self) -> meter.HeldBytes:
+        return self._sum_of_both(stage_3.held_bytes)
 
 
 def spread(
@@ -103,27 +127,43 @@ def spread(
     for module in model.modules():
         if isinstance(module, Experts):
             module.keep_own(sharing)
+    if recipe.stage == 3:
+        stage_3.shard(model, with_same_experts=mesh["replicas"])
     names = [name for name, _ in model.named_parameters() if is_of_experts(name)]
     dense = [param for name, param in model.named_parameters() if name not in names]
     experts = [model.get_parameter(name) for name in names]
+    optimizers = (
+        make_optimizer(recipe, model, learning_rate, params=dense),
+        make_optimizer(recipe, model, learning_rate, replicas, params=experts),
+    )
 
-    optimizer = make_optimizer(recipe, model, learning_rate, params=dense)
-    of_experts = make_optimizer(recipe, model, learning_rate, replicas, params=experts)
-    if recipe.without_ddp:
-        # What rank 0 would send at the start are its own experts, which others have not.
-        wrapped: nn.Module = ShardedDataParallel(model, [optimizer, of_experts], sync_models_at_startup=False)  # type: ignore[list-item]
-    else:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
-    made = Spread(wrapped, optimizer, of_experts=of_experts)
-    sharing.observers.append(made.all_to_alls.append)
-    for one, calls in ((optimizer, made.calls), (of_experts, made.calls_of_experts)):
-        if isinstance(one, ZeroRedundancyOptimizer):
-            one.collectives.observers.append(calls.append)
+    kind = SpreadAndSharded if recipe.stage == 3 else Spread
+    wrapped = model if recipe.stage == 3 else _wrapped(recipe, model, optimizers, names, bucket_cap_mb)
+    made = kind(wrapped, optimizers[0], of_experts=optimizers[1], replicas=shape[0])
     if isinstance(wrapped, DistributedDataParallel):
         wrapped.register_comm_hook(None, meter.recording_all_reduce(made.calls))
         AveragedGradients(experts, replicas, made.calls_of_experts)
+    sharing.observers.append(made.all_to_alls.append)
+    for one, calls in zip(optimizers, (made.calls, made.calls_of_experts)):
+        if isinstance(one, ZeroRedundancyOptimizer):
+            one.collectives.observers.append(calls.append)
     return made
+
+
+def _wrapped(
+    recipe: Recipe,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    names_of_experts: Sequence[str],
+    bucket_cap_mb: float | None,
+) -> nn.Module:
+    """The model in ShardedDataParallel, or in a DDP that leaves the experts alone."""
+    if recipe.without_ddp:
+        zeros = [one for one in optimizers if isinstance(one, ZeroRedundancyOptimizer)]
+        # At the start, rank 0 would send all ranks its own experts.
+        return ShardedDataParallel(model, zeros, sync_models_at_startup=False)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names_of_experts)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
 
 
 class AveragedGradients:

@@ -68,9 +68,6 @@ class Experts(nn.Module):
     def keep_own(self, comm: Collectives) -> None:
         """Keep the experts of this rank, as many on each rank, and forget the rest.
 
-        The gradients of these experts add up the tokens of all ranks of `comm`, each by the mean loss of its
-        rank. Here they are divided by the number of these ranks, so that they can then be averaged as others.
-
         Args:
             comm: the ranks that share the experts. All experts were equal on all of them.
         Raises:
@@ -83,9 +80,8 @@ class Experts(nn.Module):
             )
         own, self.comm = self.experts // comm.world_size, comm
         for name, param in list(self.named_parameters()):
-            kept = nn.Parameter(param.detach()[comm.rank * own : (comm.rank + 1) * own].clone())
-            kept.register_hook(lambda grad: grad / comm.world_size)
-            setattr(self, name, kept)
+            kept = param.detach()[comm.rank * own : (comm.rank + 1) * own].clone()
+            setattr(self, name, nn.Parameter(kept))
 
     def forward(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Each row through each of its experts.
@@ -103,7 +99,7 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.experts)
         results = self._results(copies[order], counts)
-        return results[order.argsort()].unflatten(0, chosen.shape)
+        return results[order.argsort().view_as(chosen)]
 
     def _results(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The experts' results, row by row, of rows that are sorted by expert.
@@ -129,14 +125,35 @@ class Experts(nn.Module):
 
     def _own_results(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         self.rows = len(rows)
+        # The gradient of an expert adds up the tokens of all ranks of `comm`, and each rank's loss is a mean
+        # over its own. Divided by the ranks, such gradients can then be averaged as others are.
+        sharing = 1 if self.comm is None else self.comm.world_size
+        expand, contract = (_divided(param, sharing) for param in (self.expand, self.contract))
         # An expert without a row takes part too, so that its gradient is zero, and not missing.
-        parts = zip(rows.split(counts.tolist()), self.expand.unbind(), self.contract.unbind(), strict=True)
+        parts = zip(rows.split(counts.tolist()), expand.unbind(), contract.unbind(), strict=True)
         return torch.cat(
             [
-                functional.linear(functional.gelu(functional.linear(part, expand)), contract)
-                for part, expand, contract in parts
+                functional.linear(functional.gelu(functional.linear(part, first)), second)
+                for part, first, second in parts
             ]
         )
+
+
+class _Divided(torch.autograd.Function):
+    """The same values, and a gradient that is divided."""
+
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor, divisor: int) -> torch.Tensor:
+        ctx.divisor = divisor
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,) = grads
+        return grad / ctx.divisor, None
+
+
+_divided: Callable[..., torch.Tensor] = _Divided.apply
 
 
 class _Exchanged(torch.autograd.Function):
