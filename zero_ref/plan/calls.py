@@ -37,8 +37,8 @@ class Call(NamedTuple):
     Call(op='broadcast', nbytes=4096, peer=0)
 
     Args:
-        op: "broadcast", "all_reduce", "all_gather", "reduce", "reduce_shares" (this package's reduce-scatter,
-            see `Collectives.reduce_shares`), "reduce_scatter" (a backend's own), "all_to_all", "send",
+        op: "broadcast", "all_reduce", "all_gather", "all_to_all", "reduce", "reduce_shares" (this package's
+            reduce-scatter, see `Collectives.reduce_shares`), "reduce_scatter" (a backend's own), "send",
             "recv", or "check".
         nbytes: payload in bytes: the size of the tensor that this rank passes in, or of the output of an
             all-gather into a single tensor. Of the all-to-alls that bring rows to experts and back, the rows

@@ -10,7 +10,7 @@ from zero_ref.plan.calls import Call
 from zero_ref.plan.layout import lay_out, runs_within
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
 from zero_ref.plan.rules import newton_schulz_operations
-from zero_ref.simulator.ledger import itemsize_of
+from zero_ref.simulator.ledger import Owners, itemsize_of
 from zero_ref.simulator.operations import (
     COMPUTE,
     NEEDS,
@@ -105,7 +105,7 @@ def data_parallel(
                 ]
         elif label == "step":
             step = Operation(label, updating, part, after)
-            listed.append(_step(step, params, partition, members, muon))
+            listed.append(step_of(step, params, partition, members, muon))
         elif partition and world_size > 1:
             if part is None and len(members) == trained:
                 calls = new_parameters(partition, params, flat)
@@ -119,31 +119,39 @@ def data_parallel(
     return tuple(listed)
 
 
-def _step(
+def step_of(
     step: Operation,
     params: Sequence[ParamSpec],
-    partition: Partition | None,
+    owners: Owners | None,
     members: Sequence[int],
     muon: bool,
 ) -> Operation:
-    """The update of some parameters: of all of them on each rank, or of what each rank owns."""
+    """The update of some parameters: of all of them on each rank, or of what each rank owns.
+
+    Args:
+        step: the operation so far.
+        owners: a Partition where only a part of the parameters is updated.
+        members: the numbers of the parameters.
+    """
     step = step._replace(numel=sum(params[number].numel for number in members), tensors=len(members))
     inside = frozenset(members)
     flops = [flop if number in inside else 0 for number, flop in enumerate(_newton_schulz(params, muon))]
-    if partition is None:
+    if owners is None:
         return step._replace(flops=sum(flops))
-    if len(inside) == sum(param.trainable for param in params):
-        is_member = [int(number in inside) for number in range(len(params))]
-        numel_of_rank: Sequence[int] = partition.totals(is_member)
-        tensors_of_rank: Sequence[int] = partition.totals([0] * len(params), is_member)
+    if isinstance(owners, Partition) and len(inside) < sum(param.trainable for param in params):
+        owned = [one for number in members for one in owners.pieces_of_param[number]]
+        numel_of_rank: Sequence[int] = _of_ranks(
+            ((owner, piece.numel) for piece, owner in owned), owners.world_size
+        )
+        tensors_of_rank: Sequence[int] = _of_ranks(((owner, 1) for _, owner in owned), owners.world_size)
     else:
-        owned = [one for number in members for one in partition.pieces_of_param[number]]
-        numel_of_rank = _of_ranks(((owner, piece.numel) for piece, owner in owned), partition.world_size)
-        tensors_of_rank = _of_ranks(((owner, 1) for _, owner in owned), partition.world_size)
+        is_member = [int(number in inside) for number in range(len(params))]
+        numel_of_rank = owners.totals(is_member)
+        tensors_of_rank = owners.totals([0] * len(params), is_member)
     return step._replace(
         shares=shares_of(numel_of_rank),
         tensors=max(tensors_of_rank),
-        flops=max(partition.totals([0] * len(params), flops)),
+        flops=max(owners.totals([0] * len(params), flops)),
     )
 
 
@@ -154,9 +162,9 @@ def _newton_schulz(params: Sequence[ParamSpec], muon: bool) -> list[int]:
     ]
 
 
-def most_flops(params: Sequence[ParamSpec], partition: Partition, muon: bool) -> int:
+def most_flops(params: Sequence[ParamSpec], owners: Owners, muon: bool) -> int:
     """The operations of Muon's step on the rank that makes most."""
-    return max(partition.totals([0] * len(params), _newton_schulz(params, muon)))
+    return max(owners.totals([0] * len(params), _newton_schulz(params, muon)))
 
 
 # ------------------------------------------------------------------------------------- messages, and shares
@@ -215,9 +223,9 @@ def broadcasts_of(
     ]
 
 
-def owned_bytes(partition: Partition, params: Sequence[ParamSpec]) -> tuple[int, ...]:
+def owned_bytes(owners: Owners, params: Sequence[ParamSpec]) -> tuple[int, ...]:
     """Bytes of the trainable parameters that each rank owns, and so of the gradients that it needs."""
-    return partition.totals([itemsize_of(param.dtype) if param.trainable else 0 for param in params])
+    return owners.totals([itemsize_of(param.dtype) if param.trainable else 0 for param in params])
 
 
 def _owned_bytes(partition: Partition, params: Sequence[ParamSpec], members: Iterable[int]) -> Shares:

@@ -16,7 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from zero_ref.plan.partition import ParamSpec
+from zero_ref.simulator.data_parallel import step_of
+from zero_ref.simulator.dispatch import SharedExperts
+from zero_ref.simulator.groups import Groups, Part, SplitOwners
 from zero_ref.simulator.layers import ParamShape, is_of_experts
+from zero_ref.simulator.operations import (
+    COMPUTE,
+    Operation,
+    forward_and_backward,
+    passes_before,
+    reduction_of,
+)
+from zero_ref.simulator.recipe import Recipe
+from zero_ref.simulator.sharded import sending
 
 
 def experts_of(shapes: Iterable[ParamShape]) -> int:
@@ -90,3 +103,94 @@ def on_a_rank(shapes: Iterable[ParamShape], expert_parallel: int) -> tuple[Param
         else param
         for param in shapes
     )
+
+
+def check_combined(how: Recipe) -> None:
+    """Refuse a recipe that is not combined with expert parallelism.
+
+    Raises:
+        ValueError: it averages parameters, updates in another way than after backward, or sends gradients
+            from DDP's buckets to owners.
+    """
+    if how.averaging is not None or how.way != "plain" or (how.to_owners and not how.without_ddp):
+        raise ValueError(
+            f"{how.title!r} is not combined with experts that several ranks share. ddp, zero, zero-bucket, "
+            "zero-even, zero-2 and zero-3 are, with updates after backward."
+        )
+
+
+def parts_of(
+    params: Sequence[ParamSpec], world_size: int, group: int, experts: SharedExperts | None
+) -> tuple[Part, ...]:
+    """The parameters that all ranks of a group share, and the experts, which fewer of them share.
+
+    >>> params = [ParamSpec(4, name="h.0.mlp.gate.weight"), ParamSpec(9, name="h.0.mlp.experts.up")]
+    >>> for part in parts_of(params, 8, 8, SharedExperts(2, 1000, 4)):
+    ...     print(part.numbers, part.groups)
+    (0,) Groups(world_size=8, ranks=8, stride=1)
+    (1,) Groups(world_size=8, ranks=4, stride=2)
+
+    Args:
+        group: so many consecutive ranks share what is sharded, all or those of a shard group.
+        experts: None if each rank has all of them: then there is one part.
+    Raises:
+        ValueError: the ranks of a group cannot be divided into those that share the experts of a block.
+    """
+    everyone = Groups(world_size, group)
+    if experts is None:
+        return (Part(range(len(params)), everyone),)
+    if group % experts.ranks:
+        raise ValueError(
+            f"groups of {group} ranks that share the state cannot be divided into groups of {experts.ranks} "
+            f"that share the experts: give a shard_group that is a multiple of {experts.ranks}."
+        )
+    of_experts = tuple(number for number, param in enumerate(params) if is_of_experts(param.name))
+    dense = tuple(number for number, param in enumerate(params) if not is_of_experts(param.name))
+    fewer = Groups(world_size, group // experts.ranks, experts.ranks)
+    return Part(dense, everyone), Part(of_experts, fewer)
+
+
+def data_parallel_with_experts(
+    params: Sequence[ParamSpec],
+    parts: Sequence[Part],
+    owners: SplitOwners | None,
+    buckets: Sequence[Sequence[int]],
+    *,
+    flat: bool = False,
+    activation_bytes: int = 0,
+    muon: bool = False,
+    accumulation: int = 1,
+    reduced_itemsize: int | None = None,
+) -> tuple[Operation, ...]:
+    """DDP's operations, where each bucket of gradients is reduced by the ranks that share its parameters.
+
+    The all-to-alls are not among them: `dispatch.with_dispatch` puts them in between.
+
+    Args:
+        parts: the parameters, by the ranks that average their gradients.
+        owners: who owns what; None where every rank updates all that it has.
+        buckets: as in `data_parallel`; none has parameters of two parts. Gradients of experts that a single
+            rank has are not reduced.
+        flat, activation_bytes, muon, accumulation, reduced_itemsize: as in `data_parallel`.
+    Raises:
+        ValueError: a bucket has parameters of two parts.
+    """
+    groups_of = {number: part.groups for part in parts for number in part.numbers}
+    forward, backwards = forward_and_backward(params, buckets, activation_bytes)
+    operations = [*passes_before(forward, backwards, accumulation - 1), forward]
+    reduced: tuple[int, ...] = ()
+    for bucket, backward in zip(buckets, backwards):
+        (groups, *others) = {groups_of[number] for number in bucket}
+        if others:
+            raise ValueError(f"gradient bucket {backward.part} has experts beside other parameters.")
+        operations.append(backward if accumulation == 1 else backward._replace(takes=0))
+        if groups.ranks > 1:
+            reduce = reduction_of(backward, len(operations) - 1, itemsize=reduced_itemsize)
+            operations.append(groups.within(reduce))
+            reduced = (len(operations) - 1,)
+    trained = [number for bucket in buckets for number in bucket]
+    operations.append(step_of(Operation("step", COMPUTE, None, reduced), params, owners, trained, muon))
+    if owners is not None:
+        after = (len(operations) - 1,)
+        operations += [one._replace(after=after) for one in sending(owners, params, flat)]
+    return tuple(operations)

@@ -13,13 +13,14 @@ from typing import Annotated, Any
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.plan.choice import plan_partition
-from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
 from zero_ref.simulator.activations import CHECKPOINTING, Activations, activations
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.decoders import Decoder
-from zero_ref.simulator.expert_parallel import check_experts
-from zero_ref.simulator.kernels import Kernels, kernels
+from zero_ref.simulator.dispatch import SharedExperts
+from zero_ref.simulator.expert_parallel import check_experts, experts_of, on_a_rank, parts_of
+from zero_ref.simulator.groups import Part, SplitOwners, owners_of, split
+from zero_ref.simulator.kernels import Kernels, kernels, recomputed
 from zero_ref.simulator.ledger import STATE_RULES, StateRule, nbytes_of, state_rule
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks, with_peak
 from zero_ref.simulator.models import (
@@ -37,7 +38,7 @@ from zero_ref.simulator.options import Option, check_options, explained, listed,
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import LOCAL_SGD, REDUCED_IN, Recipe, recipe
-from zero_ref.simulator.schedule import MIB, Schedule, ddp_buckets, schedule
+from zero_ref.simulator.schedule import MIB, Schedule, ddp_buckets_of_parts, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
 from zero_ref.simulator.shortfall import Shortfall, why_not_smaller
 from zero_ref.simulator.spread import fits
@@ -265,12 +266,33 @@ class Scenario:
 
     @cached_property
     def params(self) -> list[ParamSpec]:
-        params = specs(self.shapes, self.dtype)
+        """The parameters that one rank has: of experts that ranks share, its own."""
+        params = specs(on_a_rank(self.shapes, self.expert_parallel), self.dtype)
         return params if state_rule(self.optimizer).of_whole is None else matrices_whole(params)
 
     @cached_property
     def numel(self) -> int:
+        """Elements of the model, with all experts."""
+        return sum(shape.numel for shape in self.shapes)
+
+    @cached_property
+    def numel_of_rank(self) -> int:
+        """Elements of the parameters that one rank has."""
         return sum(param.numel for param in self.params)
+
+    @cached_property
+    def experts(self) -> SharedExperts | None:
+        """The experts that ranks share; None if each rank has all of them."""
+        if self.expert_parallel == 1 or (model := self.transformer) is None:
+            return None
+        rows = max(layer.moved // 2 for layer in model.layers)  # there, and back
+        return SharedExperts(
+            self.expert_parallel,
+            self.tokens_of_pass * rows * DTYPES[self.dtype],
+            experts_of(self.shapes),
+            self.expert_load,
+            recomputed(self.checkpointing).blocks,
+        )
 
     @property
     def active(self) -> int:
@@ -353,7 +375,7 @@ class Scenario:
             step_bytes=self._state_itemsize * (3 + 2 * state_rule(self.optimizer).tensors),
             attention_share=self.attention_share,
             kernels=self.kernels,
-            active_share=self.active / self.numel,
+            active_share=self.active / self.numel_of_rank,
         )
 
     def workload_of(self, strategy: str) -> Workload:
@@ -387,23 +409,31 @@ class Scenario:
         return changed
 
     @cached_property
-    def _partitions(self) -> dict[str, Partition]:
+    def _partitions(self) -> dict[str, Partition | SplitOwners]:
         return {}
 
-    def partition(self, strategy: str) -> Partition | None:
+    def partition(self, strategy: str) -> Partition | SplitOwners | None:
         """Who owns what under a strategy; None if it has no owners. Made once for schedule and memory."""
         rule = recipe(strategy).partition
         if rule is None:
             return None
         if str(rule) not in self._partitions:  # strategies share a rule
-            ranks = self.recipe(strategy, partition=rule).group_of(self.world_size)
-            self._partitions[str(rule)] = plan_partition(rule, self.params, ranks)
+            ranks = self.recipe(strategy).group_of(self.world_size)
+            self._partitions[str(rule)] = (
+                plan_partition(rule, self.params, ranks)
+                if self.experts is None
+                else owners_of(rule, self.params, self._parts(ranks))
+            )
         return self._partitions[str(rule)]
+
+    def _parts(self, group: int) -> tuple[Part, ...]:
+        """The parameters, by the ranks that share them."""
+        return parts_of(self.params, self.world_size, group, self.experts)
 
     @cached_property
     def buckets(self) -> list[list[int]]:
         """DDP's gradient buckets."""
-        return ddp_buckets(self.params, cap_bytes=self.bucket_bytes)
+        return ddp_buckets_of_parts(self.params, self._parts(self.world_size), self.bucket_bytes)
 
     @property
     def state(self) -> StateRule:
@@ -427,14 +457,18 @@ class Scenario:
 
     def schedule(self, strategy: str) -> Schedule:
         """The strategy's iteration."""
+        owners = self.partition(strategy)
+        planned = {"partition": owners} if isinstance(owners, Partition) else {}
         return schedule(
-            self.recipe(strategy, partition=self.partition(strategy)),
+            self.recipe(strategy, **planned),
             self.params,
             self.world_size,
             ddp_buckets=self.buckets,
             side_stream=self.cluster.backend == "nccl",
             blocks=blocks(self.params),
             activation_bytes=self.activations.blocks,
+            experts=None if recipe(strategy).averaging else self.experts,
+            owners=owners if isinstance(owners, SplitOwners) else None,
         )
 
     def recipe(self, strategy: str, **changes: Any) -> Recipe:
@@ -459,7 +493,8 @@ class Scenario:
         partition = self.partition(strategy)
         buckets: Iterable[Iterable[int]] = self.buckets
         if usual.without_ddp and partition is not None:
-            buckets = [plan.starts for plan in gradient_plans(partition, self.params)]
+            plans = split(partition, self.world_size).gradient_plans(self.params)
+            buckets = [plan.starts for plan, _ in plans]
         bucket_bytes = [sum(nbytes_of(self.params[number]) for number in bucket) for bucket in buckets]
         return MemorySettings(
             usual.stage,
@@ -521,8 +556,8 @@ class Scenario:
                 average,
                 parameter_bytes=parameter_bytes,
                 gradient_bytes=gradient_bytes,
-                master_bytes=whole.master_bytes * numel / self.numel,
-                moment_bytes=whole.moment_bytes * numel / self.numel,
+                master_bytes=whole.master_bytes * numel / self.numel_of_rank,
+                moment_bytes=whole.moment_bytes * numel / self.numel_of_rank,
                 scalar_bytes=whole.scalar_bytes,  # a rank has a part, even an empty one, of each tensor
             )
             for parameter_bytes, gradient_bytes, numel in set(held)
@@ -635,7 +670,7 @@ class SimulatedRun:
     def shortfall(self) -> Shortfall | None:
         """Why the fullest rank holds more than 1/N of everything; None for a strategy without owners."""
         owned = self.scenario.partition(self.strategy)
-        if owned is None:
+        if not isinstance(owned, Partition):
             return None
         settings = self.scenario.settings(self.strategy)
         return why_not_smaller(
@@ -693,7 +728,7 @@ class SimulatedRun:
         device, workload = self.scenario.machine.device, self.scenario.workload_of(self.strategy)
         if workload.kernels is None or device.memory_reached is None:
             return {}
-        moved = sum(workload.moved_bytes) * self.scenario.numel
+        moved = sum(workload.moved_bytes) * self.scenario.numel_of_rank
         return {**workload.kernels.parts_ms(device), "moved": device.touch_ms(moved)}
 
     @property

@@ -10,22 +10,25 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, islice
 from typing import NamedTuple
 
 from zero_ref.plan.calls import Call
 from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.gradients import gradient_plans
-from zero_ref.plan.layout import BucketLayout, lay_out
+from zero_ref.plan.layout import BucketLayout
 from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
+from zero_ref.simulator.cuts import CutPart, on_each_rank
 from zero_ref.simulator.data_parallel import broadcasts_of, data_parallel, messages_of, owned_bytes
+from zero_ref.simulator.dispatch import SharedExperts, members_by_bucket, with_dispatch
+from zero_ref.simulator.expert_parallel import check_combined, data_parallel_with_experts, parts_of
+from zero_ref.simulator.groups import Part, SplitOwners, owners_of, split
 from zero_ref.simulator.ledger import itemsize_of, nbytes_of, state_bytes_of_rank, state_rule
 from zero_ref.simulator.local_sgd import local_sgd
 from zero_ref.simulator.operations import NETWORK, Operation
 from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
 from zero_ref.simulator.sharded import sharded_data_parallel
 from zero_ref.simulator.stage_3 import Unit, stage_3
-from zero_ref.simulator.traffic import traffic
+from zero_ref.simulator.traffic import PAIRWISE, traffic
 
 MIB = 2**20
 
@@ -70,7 +73,7 @@ class Schedule:
         found: list[Stretch] = []
         open_kind: tuple[object, ...] | None = None  # of the last stretch, if another call may join it
         for one in self.operations:
-            kind = (one.op, one.after, one.ranks, one.stride) if one.op and one.op != "exchange" else None
+            kind = (one.op, one.after, one.ranks, one.stride) if one.op and one.op not in PAIRWISE else None
             if kind is None or kind != open_kind:
                 found.append(Stretch(one, []))
             found[-1].nbytes_of_calls.append(one.nbytes)
@@ -177,6 +180,8 @@ def schedule(
     activation_bytes: int = 0,
     steps: range | None = None,
     side_stream: bool = False,
+    experts: SharedExperts | None = None,
+    owners: SplitOwners | None = None,
 ) -> Schedule:
     """Predict one steady-state iteration of a model under DDP and a strategy; of local SGD its steps.
 
@@ -204,6 +209,9 @@ def schedule(
         activation_bytes: that forward leaves for backward on each rank; only `play` looks at them.
         steps: of local SGD, which ones, from 0; None for a cycle of the averaging after its warm-up.
         side_stream: an interleaved update is made beside backward, as on a GPU.
+        experts: that several ranks share, of which `params` are those of one rank; None if each rank has all.
+            Then no gradient bucket may have experts beside other parameters.
+        owners: with such experts, who owns what; None to plan it by the recipe's partition.
     Raises:
         ValueError: there is no such strategy; its partition or averaging does not fit; steps are asked of one
             that has none. Facts of the model that a strategy has no use for are ignored.
@@ -219,10 +227,12 @@ def schedule(
     averaging = how.averaging
     if averaging is None and steps is not None:
         raise ValueError(f"steps= is for {LOCAL_SGD!r}; strategy {how.name!r} meets in every step.")
+    if experts is not None:
+        check_combined(how)
     if how.stage == 3:
-        return _stage_3(params, world_size, how, blocks, activation_bytes)
+        return _stage_3(params, world_size, how, blocks, activation_bytes, experts)
     reduced_itemsize = None if how.reduce_dtype is None else itemsize_of(how.reduce_dtype)
-    buckets = _default_buckets(params) if ddp_buckets is None else ddp_buckets
+    buckets = _default_buckets(params, world_size, experts) if ddp_buckets is None else ddp_buckets
     muon = state_rule(how.optimizer).of_whole is not None
     parameter_bytes = sum(nbytes_of(param) for param in params)
     gradient_bytes = (sum(nbytes_of(param) for param in params if param.trainable),) * world_size
@@ -230,10 +240,17 @@ def schedule(
     # A rank that shares nothing is a group of its own, and owns everything.
     shares = how.partition is not None
     group = how.group_of(world_size) if shares else 1
-    replicas = world_size // group
-    owned = plan_partition("sorted_greedy" if how.partition is None else how.partition, params, group)
+    owned: Partition | SplitOwners
+    if experts is not None and how.partition is not None:
+        parts = parts_of(params, world_size, group, experts)
+        owned = owners or owners_of(how.partition, params, parts)
+    else:
+        owned = plan_partition("sorted_greedy" if how.partition is None else how.partition, params, group)
+    replicas = world_size // owned.world_size
     if how.flat:
-        parameter_bytes += sum(flat.padding * flat.itemsize for flat in lay_out(owned, params).flats)
+        parameter_bytes += sum(
+            flat.padding * flat.itemsize for flat in split(owned, world_size).flats(params)
+        )
     if averaging is not None:
         steps = averaging.steady if steps is None else steps
         operations = local_sgd(
@@ -259,7 +276,20 @@ def schedule(
             no_sync=how.no_sync,
             reduced_itemsize=reduced_itemsize,
         )
+    elif experts is not None:
+        operations = data_parallel_with_experts(
+            params,
+            parts_of(params, world_size, world_size, experts),
+            owned if isinstance(owned, SplitOwners) else None,
+            buckets,
+            flat=how.flat,
+            activation_bytes=activation_bytes,
+            muon=muon,
+            accumulation=how.accumulation,
+            reduced_itemsize=reduced_itemsize,
+        )
     else:
+        assert isinstance(owned, Partition)
         operations = data_parallel(
             params,
             world_size,
@@ -275,6 +305,14 @@ def schedule(
             accumulation=how.accumulation,
             reduced_itemsize=reduced_itemsize,
         )
+    if experts is not None:
+        in_backward = buckets
+        if how.without_ddp:
+            in_backward = [
+                list(plan.starts)[::-1] for plan, _ in split(owned, world_size).gradient_plans(params)
+            ]
+        members = members_by_bucket(params, in_backward)
+        operations = with_dispatch(operations, params, experts, members, world_size)
     return Schedule(
         operations,
         world_size,
@@ -286,10 +324,17 @@ def schedule(
     )
 
 
-def _left_to_owners(owned: Partition, params: Sequence[ParamSpec], how: Recipe) -> tuple[int, ...]:
+def _left_to_owners(
+    owned: Partition | SplitOwners, params: Sequence[ParamSpec], how: Recipe
+) -> tuple[int, ...]:
     """What `reduce_to_owners` leaves on each rank, see there."""
-    if how.without_ddp:
+    if how.without_ddp and isinstance(owned, Partition):
         return _left_without_ddp(owned, params)
+    if isinstance(owned, SplitOwners):  # each part as if it were a model of its own
+        pairs = zip(owned.parts, owned.partitions)
+        left = [_left_without_ddp(partition, part.of(params)) for part, partition in pairs]
+        period = owned.world_size
+        return on_each_rank([(p.groups._replace(world_size=period), of) for p, of in zip(owned.parts, left)])
     if how.way != "plain":
         return (0,) * owned.world_size
     nbytes = [nbytes_of(param) if param.trainable else 0 for param in params]
@@ -330,6 +375,7 @@ def _stage_3(
     how: Recipe,
     blocks: Sequence[Sequence[int]] | None,
     activation_bytes: int,
+    experts: SharedExperts | None,
 ) -> Schedule:
     """Each parameter cut along its first dimension into as many parts as a group has ranks.
 
@@ -338,65 +384,69 @@ def _stage_3(
     blocks = [range(len(params))] if blocks is None else blocks
     if sorted(number for block in blocks for number in block) != list(range(len(params))):
         raise ValueError(f"blocks must list each of the {len(params)} parameters once.")
-    rule = state_rule(how.optimizer)
-    group = how.group_of(world_size)
-    replicas = world_size // group
     reduced = None if how.reduce_dtype is None else itemsize_of(how.reduce_dtype)
-    # Of each parameter every rank has as many rows as the fullest; the last ranks' are partly padding.
-    rows = [param.rows for param in params]
-    chunks = [-(-row // group) for row in rows]
-    wide = [param.numel // max(row, 1) for param, row in zip(params, rows)]
-    padded = [chunk * width * itemsize_of(param.dtype) for param, chunk, width in zip(params, chunks, wide)]
-
-    def unit(block: Sequence[int], kept: bool) -> Unit:
-        trained = [number for number in block if params[number].trainable]
-        own = group * sum(padded[number] for number in trained)
-        return Unit(
-            sum(params[number].numel for number in block),
-            group * sum(padded[number] for number in block),
-            own if reduced is None else group * reduced * sum(chunks[n] * wide[n] for n in trained),
-            kept,
-            len(block),
-            own,
-        )
-
-    units = [unit(block, kept=not place) for place, block in enumerate(blocks) if block]
-    trained = [number for number, param in enumerate(params) if param.trainable]
-    # The first ranks have full chunks, one the rest, others nothing: note where that changes, then add up.
-    shard_changes, state_changes = [0] * (group + 2), [0] * (group + 2)
-    for number, param in enumerate(params):
-        its = rule.of(param)
-        full_ranks, rest = divmod(rows[number], chunks[number]) if chunks[number] else (0, 0)
-        full, part = chunks[number] * wide[number], rest * wide[number]
-        for rank, change in ((0, full), (full_ranks, part - full), (full_ranks + 1, -part)):
-            if param.trainable:
-                shard_changes[rank] += change
-            if param.trainable or its.for_frozen:
-                state_changes[rank] += its.nbytes(change, itemsize_of(param.dtype)) - its.scalar_bytes
-        if param.trainable or its.for_frozen:
-            state_changes[0] += its.scalar_bytes  # on every rank, also where it has no rows
-    shards = list(accumulate(shard_changes))[:group] * replicas
+    parts = parts_of(params, world_size, how.group_of(world_size), experts)
+    cut = [CutPart(params, part, is_split=experts is not None) for part in parts]
+    units: list[Unit] = []
+    members: list[list[int]] = []
+    for place, block in enumerate(blocks):
+        of_block = [(one, [number for number in block if number in one.cuts]) for one in cut]
+        found = [(one.unit(numbers, not place, reduced), numbers) for one, numbers in of_block if numbers]
+        units += [unit._replace(in_block=count > 0) for count, (unit, _) in enumerate(found)]
+        members += [numbers for _, numbers in found]
+    held = [one.held(state_rule(how.optimizer)) for one in cut]
     operations = stage_3(
         units,
         world_size,
-        shards,
+        on_each_rank([(part.groups, shards) for part, (shards, _) in zip(parts, held)]),
         prefetch=how.prefetch,
         activation_bytes=activation_bytes,
-        group=group,
         accumulation=how.accumulation,
         no_sync=how.no_sync and how.accumulation > 1,
     )
+    if experts is not None:
+        operations = with_dispatch(
+            operations, params, experts, lambda _, part: members[part or 0], world_size
+        )
     return Schedule(
         operations,
         world_size,
-        (sum(padded),) * world_size,
-        (sum(padded[number] for number in trained),) * world_size,
-        tuple(islice(accumulate(state_changes), group)) * replicas,
+        (sum(one.parameter_bytes for one in cut),) * world_size,
+        (sum(one.gradient_bytes for one in cut),) * world_size,
+        on_each_rank([(part.groups, state) for part, (_, state) in zip(parts, held)]),
     )
 
 
-def _default_buckets(params: Sequence[ParamSpec]) -> list[list[int]]:
+def _default_buckets(
+    params: Sequence[ParamSpec], world_size: int, experts: SharedExperts | None
+) -> list[list[int]]:
+    if experts is not None:
+        return ddp_buckets_of_parts(params, parts_of(params, world_size, world_size, experts))
     return ddp_buckets(params)  # by another name, since an argument of `schedule` has this one
+
+
+def ddp_buckets_of_parts(
+    params: Sequence[ParamSpec], parts: Sequence[Part], cap_bytes: int | None = None
+) -> list[list[int]]:
+    """DDP's gradient buckets where not all ranks share all parameters, as if each part had a DDP of its own.
+
+    >>> names = ("0.attn", "0.experts.up", "1.attn", "1.experts.up")
+    >>> params = [ParamSpec(500_000, name=name) for name in names]
+    >>> ddp_buckets_of_parts(params, parts_of(params, 4, 4, SharedExperts(2, 1000, 4)))
+    [[3], [2], [1], [0]]
+
+    Args:
+        parts: the parameters, by the ranks that share them.
+        cap_bytes: as in `ddp_buckets`.
+    Returns:
+        The parameters of each bucket, in the order in which backward completes the buckets.
+    """
+    found = [
+        [part.numbers[place] for place in bucket]
+        for part in parts
+        for bucket in ddp_buckets(part.of(params), cap_bytes=cap_bytes)
+    ]
+    return sorted(found, key=lambda bucket: -min(bucket))
 
 
 def calls_of_rank(
@@ -461,6 +511,7 @@ def broadcasts_of_buckets(layout: BucketLayout) -> list[Call]:
 
     >>> from zero_ref.plan.rules import sorted_greedy
     >>> params = [ParamSpec(6), ParamSpec(5), ParamSpec(4)]
+    >>> from zero_ref.plan.layout import lay_out
     >>> broadcasts_of_buckets(lay_out(sorted_greedy([6, 5, 4], 2), params))
     [Call(op='broadcast', nbytes=24, peer=0), Call(op='broadcast', nbytes=36, peer=1)]
     """

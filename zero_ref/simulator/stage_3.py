@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+from zero_ref.simulator.groups import Groups
 from zero_ref.simulator.operations import COMPUTE, NETWORK, Operation, shared_out
 
 
@@ -21,6 +23,8 @@ class Unit(NamedTuple):
         tensors: the number of parameters.
         gradient_bytes: of its gradients as backward makes them, where they travel in another dtype; None for
             `reduced_bytes`.
+        groups: the ranks that share it, if not those that share the other units.
+        in_block: it is a part of the block that the unit before begins, and is gathered as early.
     """
 
     numel: int
@@ -29,6 +33,8 @@ class Unit(NamedTuple):
     kept: bool = False
     tensors: int = 0
     gradient_bytes: int | None = None
+    groups: Groups | None = None
+    in_block: bool = False
 
     @property
     def own_gradient_bytes(self) -> int:
@@ -49,8 +55,9 @@ def stage_3(
 ) -> tuple[Operation, ...]:
     """Parameters gathered before use, in forward and again in backward; gradients reduced to shards.
 
-    Before a unit computes, all-gathers start for the units up to `prefetch` places further on. So in backward
-    the next unit's parameters come before this unit's gradients: the network does first what is needed first.
+    Before a block computes, all-gathers start for the blocks up to `prefetch` places further on. A block is a
+    unit, or several where not all ranks share all of it. So in backward the next unit's parameters come
+    before this unit's gradients: the network does first what is needed first.
 
     >>> units = [Unit(8, 16, 16, kept=True), Unit(10, 20, 20), Unit(10, 20, 20)]
     >>> [f"{one.label} {one.part}" for one in stage_3(units, 2, shards=[14, 14]) if one.op]
@@ -60,7 +67,7 @@ def stage_3(
         units: in the order of forward; backward takes them in reverse.
         world_size: ranks; of several groups, of all of them.
         shards: elements that each rank updates.
-        prefetch: how many units ahead; with 0 a unit is gathered when it is needed, and no computing hides
+        prefetch: how many blocks ahead; with 0 a block is gathered when it is needed, and no computing hides
             the wait.
         activation_bytes: that forward leaves for backward, on each rank.
         group: how many consecutive ranks share the parameters, and gather and reduce among themselves. Then
@@ -75,18 +82,21 @@ def stage_3(
     """
     if prefetch < 0:
         raise ValueError(f"prefetch counts units, 0 or more; got {prefetch}.")
-    building = _Building(units, world_size, group or world_size, activation_bytes, no_sync)
+    everyone = Groups(world_size, group or world_size)
+    building = _Building(units, [unit.groups or everyone for unit in units], activation_bytes, no_sync)
+    block_of = list(accumulate(not unit.in_block for unit in units))
     for number in range(accumulation):
         building.is_first, building.reduces = not number, not no_sync or number == accumulation - 1
-        for label, sequence in (("forward", range(len(units))), ("backward", range(len(units))[::-1])):
+        for label, way in (("forward", 1), ("backward", -1)):
+            sequence = range(len(units))[::way]
             to_gather = deque(
-                (place, part)
-                for place, part in enumerate(sequence)
-                if building.group > 1 and not (label == "backward" and units[part].kept)
+                part
+                for part in sequence
+                if building.groups[part].ranks > 1 and not (label == "backward" and units[part].kept)
             )
-            for place, part in enumerate(sequence):
-                while to_gather and to_gather[0][0] <= place + prefetch:
-                    building.gather(to_gather.popleft()[1])
+            for part in sequence:
+                while to_gather and way * (block_of[to_gather[0]] - block_of[part]) <= prefetch:
+                    building.gather(to_gather.popleft())
                 building.compute(label, part)
     building.step(shards)
     return tuple(building.operations)
@@ -96,11 +106,9 @@ class _Building:
     """The operations so far, and the positions of those that the next ones wait for."""
 
     def __init__(
-        self, units: Sequence[Unit], world_size: int, group: int, activation_bytes: int, no_sync: bool
+        self, units: Sequence[Unit], groups: Sequence[Groups], activation_bytes: int, no_sync: bool
     ) -> None:
-        self.units, self.group, self.no_sync = units, group, no_sync
-        self.replicas = world_size // group
-        self.ranks = None if self.replicas == 1 else group
+        self.units, self.groups, self.no_sync = units, groups, no_sync
         # Blocks keep activations, and the root keeps none, if there are blocks.
         weights = [0 if unit.kept and len(units) > 1 else unit.numel for unit in units]
         self.activation_bytes = shared_out(activation_bytes, weights)
@@ -116,15 +124,13 @@ class _Building:
 
     def gather(self, part: int) -> None:
         nbytes = self.units[part].gathered_bytes
-        gather = Operation(
-            "gather", NETWORK, part, self.computed, op="all_gather", nbytes=nbytes, ranks=self.ranks
-        )
-        self.gathered[part] = self._append(gather._replace(takes=nbytes))
+        gather = Operation("gather", NETWORK, part, self.computed, op="all_gather", nbytes=nbytes)
+        self.gathered[part] = self._append(self.groups[part].within(gather._replace(takes=nbytes)))
 
     def compute(self, label: str, part: int) -> None:
         """Forward or backward of a unit, and the reduction of the gradients that backward makes."""
         unit = self.units[part]
-        whole = unit.gathered_bytes if self.group > 1 else 0
+        whole = unit.gathered_bytes if self.groups[part].ranks > 1 else 0
         if label == "forward":
             takes, gives = self.activation_bytes[part], 0 if unit.kept else whole
         else:
@@ -137,23 +143,27 @@ class _Building:
 
     def _gradient_bytes(self, part: int) -> int:
         """What the backward of a unit allocates for its gradients."""
-        unit, alone = self.units[part], self.group == self.replicas == 1
+        unit, groups = self.units[part], self.groups[part]
+        alone = groups.ranks == groups.replicas == 1
         if self.no_sync:  # they add up in the dtype in which they will travel
             return unit.reduced_bytes if self.is_first else 0
         return 0 if alone and not self.is_first else unit.own_gradient_bytes
 
     def _reduce(self, part: int) -> None:
         """The gradients of a unit are reduced among the ranks that share it, and then between the groups."""
-        unit, group = self.units[part], self.group
+        unit, groups = self.units[part], self.groups[part]
         whole = unit.reduced_bytes if self.no_sync else unit.own_gradient_bytes
-        shard = unit.own_gradient_bytes // group if self.is_first or self.no_sync else 0  # else it is there
-        reduce = Operation("reduce", NETWORK, part, self.computed, op="reduce_scatter", ranks=self.ranks)
-        if group > 1:
-            self.reduced = self._append(reduce._replace(nbytes=unit.reduced_bytes, gives=whole - shard))
-        if self.replicas > 1:
-            after, gives = (self.reduced, 0) if group > 1 else (self.computed, whole - shard)
-            between = reduce._replace(op="all_reduce", ranks=self.replicas, stride=group, after=after)
-            self.reduced = self._append(between._replace(nbytes=unit.reduced_bytes // group, gives=gives))
+        shard = (
+            unit.own_gradient_bytes // groups.ranks if self.is_first or self.no_sync else 0
+        )  # else it is there
+        reduce = Operation("reduce", NETWORK, part, self.computed, op="reduce_scatter")
+        if groups.ranks > 1:
+            scatter = reduce._replace(nbytes=unit.reduced_bytes, gives=whole - shard)
+            self.reduced = self._append(groups.within(scatter))
+        if groups.replicas > 1:
+            after, gives = (self.reduced, 0) if groups.ranks > 1 else (self.computed, whole - shard)
+            between = reduce._replace(op="all_reduce", nbytes=unit.reduced_bytes // groups.ranks, gives=gives)
+            self.reduced = self._append(groups.between(between._replace(after=after)))
 
     def step(self, shards: Sequence[int]) -> None:
         tensors = sum(unit.tensors for unit in self.units if unit.reduced_bytes)
