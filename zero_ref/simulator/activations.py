@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.architectures import Transformer, outputs_of
+from zero_ref.simulator.experts import OF_ROWS
 from zero_ref.simulator.layers import Kept, Layer, Matrix
 
 CHECKPOINTING: dict[str, str] = {
@@ -181,6 +182,7 @@ def activations(
     compiled: bool = False,
     fused_loss: bool = False,
     loss_itemsize: int = 4,
+    expert_load: float = 1.0,
 ) -> Activations:
     """A rank's activations under a kind of checkpointing.
 
@@ -206,6 +208,7 @@ def activations(
             float32 for it: 10 bytes each at the end of a 16-bit forward, and 12 in backward.
         loss_itemsize: bytes of an element in the loss, which is computed in float32 unless a program gives
             cross-entropy its 16-bit logits: then each keeps 2 bytes, and 6 are there in backward.
+        expert_load: rows that this rank's experts get, over the average of the ranks that share experts.
     Raises:
         ValueError: `checkpointing` is unknown, or there is no sequence or no token.
     Source: Korthikanti et al. (arXiv:2205.05198), equation 1 and sections 4.3 and 5; torchtitan's
@@ -220,9 +223,11 @@ def activations(
     def of_block(layer: Layer, flash: bool) -> int:
         kept = kept_of_block(layer, sequence, flash_attention=flash)
         numels = (
-            (one.numel, one.nbytes or itemsize) for one in kept if not compiled or one.role != "pointwise"
+            (one.numel * (expert_load if layer.routed and one.name in OF_ROWS else 1), one.nbytes or itemsize)
+            for one in kept
+            if not compiled or one.role != "pointwise"
         )
-        return tokens * sum(numel * nbytes for numel, nbytes in numels)
+        return round(tokens * sum(numel * nbytes for numel, nbytes in numels))
 
     input_of_block, depth = tokens * width * itemsize, architecture.depth
     wholes = [of_block(layer, flash_attention or checkpointing != "none") for layer in layers]
@@ -242,13 +247,18 @@ def activations(
     dropout = any(layer.kind.dropout for layer in layers)
     of_norm = 2 * width * itemsize + (width if dropout else 4)  # a mask of the embedding's, or a statistic
     of_logit, in_loss = (itemsize, itemsize) if fused_loss else (loss_itemsize, 2 * loss_itemsize)
-    inside = max((1 + layer.kind.gated) * layer.hidden + layer.moved for layer in layers)
+    # Of experts that not all tokens go to, gradients of all rows that this rank got, and of those it sent.
+    more = expert_load - 1
+    inside = max(
+        (1 + layer.kind.gated) * (layer.hidden + layer.routed * more) + layer.moved * (1 + more / 2)
+        for layer in layers
+    )
     return Activations(
         blocks,
         head=tokens * (of_norm + of_logit * outputs),
         loss=tokens * in_loss * outputs,
         again=again,
-        gradients=tokens * itemsize * (2 * width + inside),
+        gradients=round(tokens * itemsize * (2 * width + inside)),
     )
 
 

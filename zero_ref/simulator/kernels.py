@@ -17,7 +17,8 @@ from typing import NamedTuple
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.architectures import Transformer, outputs_of, trained
 from zero_ref.simulator.cluster import Device
-from zero_ref.simulator.layers import Layer, Matrix
+from zero_ref.simulator.expert_parallel import on_a_rank
+from zero_ref.simulator.layers import ALONE, Layer, Matrix, Sharing
 
 
 class Product(NamedTuple):
@@ -217,21 +218,26 @@ COMPILED = Costs(
 """As a compiler fuses them: neighbours read once and write once."""
 
 
-def touched_by_token(architecture: Transformer, costs: Costs) -> Touched:
+def touched_by_token(architecture: Transformer, costs: Costs, sharing: Sharing = ALONE) -> Touched:
     """Bytes that a block's kernels read and write for each token, beside products and attention.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
     >>> touched_by_token(TRANSFORMERS["llama3-8b"], EAGER)
     Touched(forward=606208.0, backward=1089536.0)
     """
-    layers = [(layer.number, _touched_in(layer, costs)) for layer in architecture.layers]
+    layers = [(layer.number, _touched_in(layer, costs, sharing)) for layer in architecture.layers]
     depth = architecture.depth
     forward, backward = (sum(count * of_block[way] for count, of_block in layers) / depth for way in (0, 1))
     return Touched(forward, backward)
 
 
-def _touched_in(layer: Layer, costs: Costs) -> Touched:
-    """The same of one kind of block."""
+def _touched_in(layer: Layer, costs: Costs, sharing: Sharing) -> Touched:
+    """The same of one kind of block, on the busiest of the ranks that share experts.
+
+    Where rows travel, they are sorted by rank before they leave, and by expert when they have arrived.
+    """
+    moved = layer.moved * (1 + (sharing.load if sharing.ranks > 1 else 0))
+    hidden = layer.hidden + layer.routed * (sharing.load - 1)
     kind, width = layer.kind, layer.width
     norm = costs.layer_norm if layer.layer_norms else costs.rms_norm
     function = costs.gate if kind.gated else costs.activation
@@ -244,10 +250,10 @@ def _touched_in(layer: Layer, costs: Costs) -> Touched:
             width * (norms * norm[way] + halves * costs.add[way] + uses * costs.again[way])
             + halves * width * kind.dropout * costs.dropout[way]
             + layer.biased * costs.bias[way]
-            + (layer.attended + layer.moved) * costs.layout[way]
+            + (layer.attended + moved) * costs.layout[way]
             + layer.rotated * kind.rotary * costs.rotary[way]
             + normed * kind.qk_norms * norm[way]
-            + layer.hidden * float(function[way])
+            + hidden * float(function[way])
             for way in (0, 1)
         )
     )
@@ -293,6 +299,7 @@ def kernels(
     compiled: bool = False,
     fused_loss: bool = False,
     itemsize: int = 2,
+    sharing: Sharing = ALONE,
 ) -> Kernels:
     """The kernels of forward and backward on `batch` sequences.
 
@@ -312,17 +319,19 @@ def kernels(
         compiled: neighbouring kernels of blocks are fused.
         fused_loss: those of the loss are.
         itemsize: bytes of an element.
+        sharing: of experts among ranks, of which these are the kernels of the busiest. It has fewer experts,
+            each with the rows of more tokens.
     Raises:
         ValueError: `checkpointing` is unknown.
     """
     again, costs = recomputed(checkpointing), COMPILED if compiled else EAGER
     flash = checkpointing != "none"  # as `activations` has it
     tokens, depth, outputs = batch * sequence, architecture.depth, outputs_of(architecture)
-    of_block = touched_by_token(architecture, costs)
+    of_block = touched_by_token(architecture, costs, sharing)
     scale = itemsize / 2
 
     def products(of: Callable[[Layer], Iterable[Matrix]]) -> Pass:
-        return Pass(_products(architecture, tokens, of), 0.0, 0.0, itemsize)
+        return Pass(_products(architecture, tokens, of, sharing), 0.0, 0.0, itemsize)
 
     matrices = products(lambda layer: layer.products)
     attention, attention_back = _attention(architecture, batch, sequence, costs.scores, itemsize, flash)
@@ -344,18 +353,24 @@ def kernels(
     )
     head = Pass((product,), 0.0, of_head, itemsize)
     back = back.plus(Pass((product._replace(times=2 * product.times),), 0.0, of_loss, itemsize))
-    return Kernels(body.plus(head), back, sum(param.numel for param in trained(architecture)))
+    numel = sum(param.numel for param in on_a_rank(trained(architecture), sharing.ranks))
+    return Kernels(body.plus(head), back, numel)
 
 
 def _products(
-    architecture: Transformer, tokens: int, of: Callable[[Layer], Iterable[Matrix]]
+    architecture: Transformer, tokens: int, of: Callable[[Layer], Iterable[Matrix]], sharing: Sharing
 ) -> tuple[Product, ...]:
-    """The products of some weights of all blocks. An expert has its share of the tokens."""
+    """The products of some weights of all blocks. An expert has its share of the tokens.
+
+    Of experts that ranks share, a rank has its own, each with rows of the tokens of all of these ranks.
+    """
     times = Counter[tuple[int, int, int]]()
     for layer in architecture.layers:
         for one in of(layer):
             short, long = sorted((one.inputs, one.outputs))
-            times[max(1, round(one.share * tokens)), short, long] += one.copies * layer.number
+            ranks, load = sharing if one.copies > 1 else ALONE
+            rows = max(1, round(one.share * tokens * ranks * load))
+            times[rows, short, long] += one.copies // ranks * layer.number
     return tuple(Product(*lengths, count) for lengths, count in times.items())
 
 

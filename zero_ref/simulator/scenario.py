@@ -21,6 +21,7 @@ from zero_ref.simulator.dispatch import SharedExperts
 from zero_ref.simulator.expert_parallel import check_experts, experts_of, on_a_rank, parts_of
 from zero_ref.simulator.groups import Part, SplitOwners, owners_of, split
 from zero_ref.simulator.kernels import Kernels, kernels, recomputed
+from zero_ref.simulator.layers import Sharing, is_of_experts
 from zero_ref.simulator.ledger import STATE_RULES, StateRule, nbytes_of, state_rule
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks, with_peak
 from zero_ref.simulator.models import (
@@ -285,13 +286,14 @@ class Scenario:
         """The experts that ranks share; None if each rank has all of them."""
         if self.expert_parallel == 1 or (model := self.transformer) is None:
             return None
+        again = recomputed(self.checkpointing)
         rows = max(layer.moved // 2 for layer in model.layers)  # there, and back
         return SharedExperts(
             self.expert_parallel,
             self.tokens_of_pass * rows * DTYPES[self.dtype],
             experts_of(self.shapes),
             self.expert_load,
-            recomputed(self.checkpointing).blocks,
+            again.blocks if again.products else 0.0,
         )
 
     @property
@@ -299,6 +301,15 @@ class Scenario:
         """Parameters that a token goes through: of experts those that it is sent to."""
         model = self.transformer
         return model.active if isinstance(model, Decoder) else self.numel
+
+    @property
+    def computed_on(self) -> float:
+        """Parameters that the busiest rank computes with, for each of its own tokens.
+
+        A token goes through `active`. The rank's experts get `expert_load` times the average of the rows.
+        """
+        of_experts = sum(shape.numel for shape in self.shapes if is_of_experts(shape.name))
+        return self.active + (self.active - self.numel + of_experts) * (self.expert_load - 1)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -321,6 +332,7 @@ class Scenario:
             compiled=self.compiled,
             fused_loss=self.fused_loss,
             loss_itemsize=DTYPES[self.loss_dtype],
+            expert_load=self.expert_load,
         )
 
     @property
@@ -364,6 +376,7 @@ class Scenario:
             compiled=self.compiled,
             fused_loss=self.fused_loss,
             itemsize=DTYPES[self.dtype],
+            sharing=Sharing(self.expert_parallel, self.expert_load),
         )
 
     @property
@@ -375,7 +388,7 @@ class Scenario:
             step_bytes=self._state_itemsize * (3 + 2 * state_rule(self.optimizer).tensors),
             attention_share=self.attention_share,
             kernels=self.kernels,
-            active_share=self.active / self.numel_of_rank,
+            active_share=self.computed_on / self.numel_of_rank,
         )
 
     def workload_of(self, strategy: str) -> Workload:
