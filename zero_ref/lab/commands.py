@@ -102,7 +102,7 @@ def program(scenario: Scenario, strategy: str) -> list[str] | None:
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
     """
-    runs = scenario.optimizer in STATE_RULES and "+" not in scenario.optimizer
+    runs = scenario.optimizer in STATE_RULES and "+" not in scenario.optimizer and scenario.experts is None
     if not runs or strategy not in _LINES:
         return None
     return ["import torch", *_LINES[strategy](scenario), *_accumulating(scenario, strategy)]

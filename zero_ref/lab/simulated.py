@@ -13,6 +13,7 @@ from zero_ref.simulator._records import read_json
 from zero_ref.simulator.architectures import Architecture
 from zero_ref.simulator.cluster import CLUSTERS, Cluster
 from zero_ref.simulator.decoders import Decoder
+from zero_ref.simulator.expert_parallel import experts_of
 from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.options import values_of
 from zero_ref.simulator.recipe import LOCAL_SGD
@@ -47,7 +48,7 @@ WHAT_COMPUTES = {
 }
 """The parts of `SimulatedRun.computing_ms`, as they are printed."""
 
-NOT_MODELLED = ("tensor", "pipeline", "context", "expert")
+NOT_MODELLED = ("tensor", "pipeline", "context")
 """The kinds of parallelism that could make a model fit, and of which nothing is known here."""
 
 PHASES_IN_WORDS = {
@@ -62,7 +63,10 @@ PHASES_IN_WORDS = {
 
 FITS = {True: "fits", False: "does not fit", None: "undecided"}
 
-LABELS = ("forward", "gather", "backward", "reduce", "step", "broadcast", "agree", "average")
+LABELS = (
+    "forward", "gather", "count", "dispatch", "combine", "backward", "reduce", "step", "broadcast", "agree",
+    "average",
+)  # fmt: skip
 """The labels of operations, in the order in which they are printed."""
 
 
@@ -98,6 +102,8 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
         "model": named,
         "elements": scenario.numel,
         "active_elements": scenario.active,
+        "elements_of_rank": scenario.numel_of_rank,
+        "experts": _experts_as_json(scenario),
         "parts": parts_of(scenario.architecture),
         "not_counted": list(scenario.missing),
         "tensors": len(scenario.params),
@@ -110,6 +116,17 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
         "attention_share": scenario.attention_share,
         "not_modelled": list(NOT_MODELLED),
         "strategies": {run.strategy: _run_as_json(run) for run in runs},
+    }
+
+
+def _experts_as_json(scenario: Scenario) -> dict[str, Any] | None:
+    """Of a model with experts, how many are in a block and on a rank, and the payload of a dispatch."""
+    if not (experts := experts_of(scenario.shapes)):
+        return None
+    return {
+        "in_block": experts,
+        "of_rank": experts // scenario.expert_parallel,
+        "dispatched_bytes": 0 if scenario.experts is None else scenario.experts.row_bytes,
     }
 
 
@@ -176,8 +193,9 @@ def print_runs(
         console.print(f"does not fit, and {in_words(NOT_MODELLED)} are not modelled")
     print_heading(console, named, scenario)
     used = "" if scenario.active == scenario.numel else f", {scenario.active:,} for a token"
+    held = "" if scenario.experts is None else f", {scenario.numel_of_rank:,} on a rank"
     console.print(
-        f"{scenario.numel:,} {scenario.dtype} parameters{used}, {scenario.optimizer}; on each rank "
+        f"{scenario.numel:,} {scenario.dtype} parameters{used}{held}, {scenario.optimizer}; on each rank "
         f"{'' if scenario.accumulation == 1 else f'{scenario.accumulation:,} x '}{scenario.batch:,} x "
         f"{scenario.tokens_of_sequence:,} tokens\n"
     )
@@ -257,8 +275,22 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
         counted = "parameters not known" if numel is None else f"{numel:,} parameters"
         yield f"not simulated: {part}, {counted}"
     if scenario.active < scenario.numel:
-        yield "supposed: experts get as many tokens as others"
+        yield _experts(scenario)
     yield "; ".join(["not counted: starting kernels, other jobs' traffic", *scenario.missing])
+
+
+def _experts(scenario: Scenario) -> str:
+    """Where experts are, and how many tokens they get."""
+    if (shared := scenario.experts) is None:
+        return "supposed: experts get as many tokens as others"
+    busiest = (
+        "every rank's get as many rows" if shared.load == 1 else f"one gets {shared.load:g} times the rows"
+    )
+    return (
+        f"experts: {shared.ranks:,} ranks share the {shared.experts:,} of each block, "
+        f"{shared.experts // shared.ranks:,} each; a rank's rows, {format_bytes(shared.row_bytes)}, go to them "
+        f"and come back, in forward and in backward; supposed: {busiest}"
+    )
 
 
 def _supposed(cluster: Cluster) -> str:

@@ -417,7 +417,7 @@ class Scenario:
         Parameters, owners and buckets are not planned again.
         """
         changed = replace(self, **changes)
-        planned = ("shapes", "params", "numel", "buckets", "_partitions")
+        planned = ("shapes", "params", "numel", "numel_of_rank", "buckets", "_partitions")
         vars(changed).update({name: getattr(self, name) for name in planned})
         return changed
 

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from zero_ref.simulator import spread
 from zero_ref.simulator.activations import CHECKPOINTING
+from zero_ref.simulator.dispatch import SharedExperts
 from zero_ref.simulator.memory import Memory
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.recipe import recipe
@@ -190,7 +191,8 @@ def groups(scenario: Scenario, strategy: str) -> tuple[int | None, ...]:
     ((None, 8), (None,))
     """
     of_node, ranks = scenario.cluster.ranks_per_node, scenario.world_size
-    if recipe(strategy).in_groups and 1 < of_node < ranks and ranks % of_node == 0:
+    fits = 1 < of_node < ranks and ranks % of_node == of_node % scenario.expert_parallel == 0
+    if recipe(strategy).in_groups and fits:
         return None, of_node
     return (None,)
 
@@ -220,14 +222,18 @@ def _divisors(number: int) -> Iterator[int]:
         low += 1
 
 
+_Kind = tuple[int, bool, SharedExperts | None]
+"""What a schedule depends on, of what a search varies: accumulation, `no_sync`, and rows on their way."""
+
+
 @dataclass(frozen=True)
 class _Planned:
     """A strategy in groups of one size: its schedules, each made once and played for every batch."""
 
     scenario: Scenario
     strategy: str
-    schedules: dict[tuple[int, bool], Schedule] = field(default_factory=dict)
-    played: dict[tuple[int, bool], Played] = field(default_factory=dict)
+    schedules: dict[_Kind, Schedule] = field(default_factory=dict)
+    played: dict[_Kind, Played] = field(default_factory=dict)
 
     def candidates(self, sequences: int) -> tuple[list[Candidate], int]:
         """Those for so many sequences a rank, and how many were not looked at."""
@@ -270,7 +276,7 @@ class _Planned:
             )
             return more + (accumulation - STEADY) * (more - fewer)
         workload = scenario.workload_of(self.strategy)
-        kind = accumulation, scenario.no_sync
+        kind = accumulation, scenario.no_sync, scenario.experts
         if kind in self.played:  # the calls keep their prices
             return self.played[kind].on(scenario.machine, workload).iteration_ms
         self.played[kind] = play(self.schedule(scenario), scenario.machine, workload)
@@ -279,7 +285,7 @@ class _Planned:
     def schedule(self, scenario: Scenario) -> Schedule:
         """The schedule of as many batches, STEADY at most: more of them hold no more at a time."""
         count = min(scenario.accumulation, STEADY)
-        kind = count, scenario.no_sync
+        kind = count, scenario.no_sync, scenario.experts
         if kind not in self.schedules:
             self.schedules[kind] = scenario.like(accumulation=count).schedule(self.strategy)
         return self.schedules[kind]
