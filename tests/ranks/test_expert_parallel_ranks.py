@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,11 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zero_ref.cli import main
 from zero_ref.clip.grad_norm import clip_grad_norm_
-from zero_ref.lab import ranks
+from zero_ref.comm.backend import as_collectives
+from zero_ref.lab import meter, ranks
 from zero_ref.lab.config import COMPARED, SPREAD_UNDER, GPTConfig, TrainConfig
 from zero_ref.lab.expert_parallel import spread
+from zero_ref.lab.experts import all_to_all
 from zero_ref.lab.model import GPT, batch, language_reference
+from zero_ref.lab.outcome import outcome, predict, problems
 from zero_ref.lab.train import train
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.simulator.layers import is_of_experts
@@ -123,3 +128,87 @@ def test_spread_under_any_strategy_the_model_ends_the_same(world_size: int, expe
     rows = [rank.expert_rows for rank in spread_out["ddp"]]
     assert sum(rows) == world_size * 2 * MODEL.context * MODEL.active_experts * MODEL.layers
     assert len(set(rows)) > 1, "the router sends some ranks more rows than others, and drops none"
+
+
+# ------------------------------------------------------------------------------- predicted, and measured
+
+
+IN_16 = replace(SMALL, model=replace(MODEL, dtype="bfloat16"), master_dtype="float32")
+PREDICTED = [
+    *((SMALL, name, *where) for name in ("ddp", "zero-even", "zero-2", "zero-3") for where in WHERE[:2]),
+    *((IN_16, name, 4, 2) for name in ("zero-even", "zero-2")),
+]
+FURTHER = [
+    *((SMALL, name, 4, 4) for name in SPREAD_UNDER),
+    *((SMALL, name, *where) for name in ("zero", "zero-bucket") for where in WHERE[:2]),
+    *((IN_16, name, 2, 2) for name in ("ddp", "zero", "zero-bucket", "zero-even", "zero-2")),
+    *(
+        (replace(SMALL, model=replace(MODEL, experts=6, active_experts=1)), name, 6, 3)
+        for name in SPREAD_UNDER
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "strategy", "world_size", "expert_parallel"),
+    [*PREDICTED, *(pytest.param(*one, marks=pytest.mark.thorough) for one in FURTHER)],
+)
+def test_every_call_and_byte_is_as_predicted(
+    config: TrainConfig, strategy: str, world_size: int, expert_parallel: int
+) -> None:
+    config = replace(config, strategy=strategy, expert_parallel=expert_parallel)
+    plan = predict(config, world_size)
+    result = outcome(config, plan, ranks.run(train, world_size, config))
+    assert result.as_predicted, problems([result])
+    model = config.model
+    rows = 2 * model.context * model.active_experts * model.width * (2 if model.dtype == "bfloat16" else 4)
+    assert result.all_to_alls == (5 * model.layers, 5 * model.layers)
+    assert result.all_to_all_bytes is not None
+    assert result.all_to_all_bytes.measured == model.layers * (8 * model.experts + 4 * rows)
+    assert result.expert_load is not None
+    assert 1 <= result.expert_load <= expert_parallel
+
+
+def test_a_prediction_for_other_experts_is_told_from_the_run() -> None:
+    config = replace(SMALL, strategy="zero-even", expert_parallel=2)
+    measured = ranks.run(train, 4, config)
+    other = replace(config, model=replace(MODEL, active_experts=1))
+    found = outcome(config, predict(other, 4), measured)
+    assert not found.as_predicted
+    assert any("all_to_all_bytes predicted" in problem for problem in problems([found]))
+
+
+def rows_of_the_other(rows: int) -> int | None:
+    """Bytes that this rank sends in an all-to-all, half of which is its own."""
+    comm = as_collectives(None)
+    sent = torch.ones(2 * rows, 8)
+    return meter.bytes_sent_by(lambda: all_to_all(sent, [rows, rows], [rows, rows], comm))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters of TCP")
+def test_a_rank_s_own_rows_do_not_travel() -> None:
+    for sent in ranks.run(rows_of_the_other, 2, 4096):
+        assert sent == pytest.approx(4096 * 8 * 4, rel=0.01)  # headers of messages, and two barriers
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--experts 4 --expert-parallel 3", "3 ranks cannot share 4 experts"),
+        ("--expert-parallel 2", "the model has no experts"),
+        (
+            "--experts 4 --expert-parallel 4",
+            "2 ranks cannot be divided into groups of 4 that share the experts",
+        ),
+        ("--experts 4 --expert-parallel 2 --strategy local-sgd", "choose ddp, zero, zero-bucket, zero-even"),
+        ("--experts 4 --expert-parallel 2 --strategy zero --overlap interleaved", "update after backward"),
+        ("--experts 4 --expert-parallel 2 --strategy zero-2 --shard-group 1", "among all ranks"),
+        ("--experts 4 --expert-parallel 2 --checkpoint run.pt", "no checkpoint is written or read"),
+        ("--experts 1", "a token cannot go to 2 of 1 experts"),
+    ],
+)
+def test_what_is_not_combined_is_refused_before_anything_starts(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *words.split()]) == 2
+    assert message in capsys.readouterr().err
