@@ -18,12 +18,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from zero_ref.simulator.activations import (
+    ATTENTION,
     CHECKPOINTING,
     OF_THE_PAPER,
     activation_bytes,
     activations,
     head_bytes,
     kept_of_block,
+    kinds_apart,
     matrices,
 )
 from zero_ref.simulator.decoders import Decoder
@@ -36,13 +38,15 @@ from zero_ref.simulator.models import GPT2, TRANSFORMERS, Llama, blocks, from_co
 def test_the_formula_by_hand() -> None:
     # s = 4, b = 3, h = 8, a = 2: s*b*h = 96; the scores' 5*a*s/h = 5.
     model = GPT2(width=8, depth=10, heads=2, vocabulary=7, positions=4)
-    assert activation_bytes(model, batch=3) == 10 * 96 * (34 + 5)
-    assert activation_bytes(model, 3, checkpointing="selective") == 10 * 96 * 34
-    assert activation_bytes(model, 3, flash_attention=True) == 10 * 96 * 34
+    assert activation_bytes(model, 3, attention="unfused") == 10 * 96 * (34 + 5)
+    assert activation_bytes(model, 3, checkpointing="selective", attention="unfused") == 10 * 96 * 34
+    assert activation_bytes(model, 3) == activation_bytes(model, 3, checkpointing="selective") == 10 * 96 * 34
     # Ten inputs, and the other activations of the block that is computed again.
-    assert activation_bytes(model, 3, checkpointing="full") == 10 * 96 * 2 + 96 * (34 + 5 - 2)
-    assert activation_bytes(model, 3, checkpointing="full", flash_attention=True) == 10 * 96 * 2 + 96 * 32
-    assert activation_bytes(model, 3, sequence=2) == 10 * 48 * 34 + 10 * 5 * 2 * 2 * 2 * 3
+    unfused = activation_bytes(model, 3, checkpointing="full", attention="unfused")
+    assert unfused == 10 * 96 * 2 + 96 * (34 + 5 - 2)
+    assert activation_bytes(model, 3, checkpointing="full") == 10 * 96 * 2 + 96 * 32
+    scores = 10 * 5 * 2 * 2 * 2 * 3
+    assert activation_bytes(model, 3, sequence=2, attention="unfused") == 10 * 48 * 34 + scores
     assert head_bytes(model, 3) == 96 * 5 + 4 * 3 * 4 * 7
 
 
@@ -50,7 +54,8 @@ def test_scores_are_the_published_multiple_of_the_rest() -> None:
     # Korthikanti et al., section 5: for GPT-3 (h 12288, a 96, s 2048), 5*a*s/h = 80, more than 34, so that
     # selective recomputation saves 70% of the activations.
     everything, without_scores = (
-        activation_bytes(TRANSFORMERS["gpt3-175b"], 1, checkpointing=way) for way in ("none", "selective")
+        activation_bytes(TRANSFORMERS["gpt3-175b"], 1, checkpointing=way, attention="unfused")
+        for way in ("none", "selective")
     )
     assert everything / without_scores == (34 + 80) / 34
     assert round(1 - without_scores / everything, 2) == 0.70
@@ -78,6 +83,7 @@ def test_a_configuration_has_activations() -> None:
             {"batch": 1, "checkpointing": "some"},
             "unknown checkpointing 'some'; choose one of none, selective, every-other-block",
         ),
+        ({"batch": 1, "attention": "flash"}, "unknown attention 'flash'; choose one of fused, unfused"),
     ],
 )
 def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
@@ -94,17 +100,21 @@ models = st.builds(
 
 @given(models, st.integers(1, 64), st.integers(1, 4096))
 def test_checkpointing_more_keeps_no_more(model: GPT2, batch: int, sequence: int) -> None:
-    none, selective, full = (activation_bytes(model, batch, sequence, way) for way in OF_THE_PAPER)
+    none, selective, full = (
+        activation_bytes(model, batch, sequence, way, attention="unfused") for way in OF_THE_PAPER
+    )
     assert selective < none
     assert full <= none
     assert (full == none) == (model.depth == 1)  # the one block is computed again, and is there whole
-    assert activation_bytes(model, batch, sequence, "full", flash_attention=True) <= selective
+    assert activation_bytes(model, batch, sequence) == selective
+    assert activation_bytes(model, batch, sequence, "full") <= selective
 
 
 @given(models, st.integers(1, 64), st.integers(1, 4096), st.sampled_from(list(CHECKPOINTING)))
 def test_activations_grow_with_the_batch(model: GPT2, batch: int, sequence: int, way: str) -> None:
-    one = activation_bytes(model, 1, sequence, way)
-    assert activation_bytes(model, batch, sequence, way) == batch * one
+    for attention in ATTENTION:
+        one = activation_bytes(model, 1, sequence, way, attention=attention)
+        assert activation_bytes(model, batch, sequence, way, attention=attention) == batch * one
 
 
 # ------------------------------------------------------------------------------------------------ parity
@@ -165,7 +175,7 @@ def test_the_formula_is_what_autograd_saves_in_a_block() -> None:
     assert result.shape == (s, b, h)
     assert len(statistics) == 4
     model = GPT2(width=h, depth=1, heads=a, vocabulary=1, positions=s)
-    assert sum(kept) - sum(statistics) == activation_bytes(model, b)
+    assert sum(kept) - sum(statistics) == activation_bytes(model, b, attention="unfused")
 
 
 class FusedNorm(torch.autograd.Function):
@@ -193,9 +203,9 @@ SHAPES = {param.name.split(".", 3)[-1]: param.shape for param in SMALL.shapes() 
 class LlamaBlock(torch.nn.Module):
     """Grouped heads, rotary positions, RMSNorm, a gated MLP. Input and output: (batch, positions, width)."""
 
-    def __init__(self, flash: bool, dtype: torch.dtype) -> None:
+    def __init__(self, attention: str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.flash = flash
+        self.fused = attention == "fused"
         self.weights = torch.nn.ParameterDict(
             {
                 name.replace(".", "_"): torch.nn.Parameter(0.1 * torch.randn(shape, dtype=dtype))
@@ -214,7 +224,7 @@ class LlamaBlock(torch.nn.Module):
         return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if self.flash:
+        if self.fused:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
         scores = query @ key.transpose(2, 3) * SMALL.head_width**-0.5
@@ -234,13 +244,13 @@ class LlamaBlock(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(torch.bfloat16, 2), (torch.float32, 4)])
-@pytest.mark.parametrize("flash", [True, False])
-def test_a_llamas_block_keeps_what_autograd_saves(flash: bool, dtype: torch.dtype, itemsize: int) -> None:
-    block = LlamaBlock(flash, dtype)
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_a_llamas_block_keeps_what_autograd_saves(attention: str, dtype: torch.dtype, itemsize: int) -> None:
+    block = LlamaBlock(attention, dtype)
     x = torch.randn(B, S, SMALL.width, dtype=dtype, requires_grad=True)
     others = [*block.parameters(), *block.buffers()]
     _, kept = kept_by_autograd(block, x, others)
-    found = activations(SMALL, B, flash_attention=flash, itemsize=itemsize)
+    found = activations(SMALL, B, attention=attention, itemsize=itemsize)
     assert sum(kept) == found.blocks
 
 
@@ -302,7 +312,7 @@ def test_a_block_of_a_mixture_keeps_what_autograd_saves(
     others = [*model.parameters(), *model.buffers(), *rotation]
     _, kept = kept_by_autograd(block, x, others)
     read = from_config(config.to_dict() | sizes)
-    counted = kept_of_block(read.layers[number], 2 * S, flash_attention=True)
+    counted = kept_of_block(read.layers[number], 2 * S)
     ends_of_groups = 4 * 4 * number  # an integer of 32 bits for each of four experts
     assert sum(kept) == B * 2 * S * sum(one.numel * (one.nbytes or 2) for one in counted) + ends_of_groups
 
@@ -386,6 +396,8 @@ def every_other_product() -> Any:
 
 def run_block(way: str, number: int, block: LlamaBlock, x: torch.Tensor) -> torch.Tensor:
     """A block under a kind of checkpointing, as PyTorch does it."""
+    if way == "selective":
+        block.attend = partial(checkpoint, LlamaBlock.attend.__get__(block), use_reentrant=False)  # type: ignore[method-assign]
     if way == "full" or (way == "every-other-block" and number % 2):
         return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
     if way == "by-operation":
@@ -396,23 +408,30 @@ def run_block(way: str, number: int, block: LlamaBlock, x: torch.Tensor) -> torc
 WAYS = ["none", "selective", "every-other-block", "by-operation", "full"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+IN_TORCH = [("fused", way) for way in kinds_apart("fused")] + [
+    ("unfused", way)
+    for way in WAYS
+    if way != "by-operation"  # torchtitan keeps the result of the fused kernel
+]
+
+
+@pytest.mark.parametrize(("attention", "way"), IN_TORCH)
 @pytest.mark.parametrize("depth", [1, 4, 5])
-def test_what_lives_after_forward_is_what_is_kept(way: str, depth: int) -> None:
-    stack = [LlamaBlock(way != "none", torch.bfloat16) for _ in range(depth)]
+def test_what_lives_after_forward_is_what_is_kept(attention: str, way: str, depth: int) -> None:
+    stack = [LlamaBlock(attention, torch.bfloat16) for _ in range(depth)]
     first = torch.randn(B, S, SMALL.width, dtype=torch.bfloat16, requires_grad=True)
     with Living() as living:
         x = first
         for number, block in enumerate(stack):
             x = run_block(way, number, block, x)
-    found = activations(replace(SMALL, depth=depth), B, checkpointing=way, flash_attention=way != "none")
+    found = activations(replace(SMALL, depth=depth), B, checkpointing=way, attention=attention)
     assert x.nbytes == first.nbytes, "the last result is alive too, and the first input was made before"
     assert living.nbytes() == found.blocks
 
 
-def peak_of_a_step(way: str, depth: int, vocabulary: int) -> tuple[int, int]:
+def peak_of_a_step(attention: str, way: str, depth: int, vocabulary: int) -> tuple[int, int]:
     """The most bytes that live in a step beside weights and their gradients; and as predicted."""
-    stack = [LlamaBlock(True, torch.bfloat16) for _ in range(depth)]
+    stack = [LlamaBlock(attention, torch.bfloat16) for _ in range(depth)]
     norm, head = (
         torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((16,), (vocabulary, 16))
     )
@@ -430,14 +449,14 @@ def peak_of_a_step(way: str, depth: int, vocabulary: int) -> tuple[int, int]:
         del logits, last
         loss.backward()
     architecture = replace(SMALL, depth=depth, vocabulary=vocabulary)
-    found = activations(architecture, B, checkpointing=way, flash_attention=True)
+    found = activations(architecture, B, checkpointing=way, attention=attention)
     return living.peak, max(found.kept + found.loss, found.blocks + found.again + found.gradients)
 
 
-@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize(("attention", "way"), IN_TORCH)
 @pytest.mark.parametrize("vocabulary", [4000, 11])
-def test_the_peak_is_at_the_loss_or_in_a_block(way: str, vocabulary: int) -> None:
-    peak, predicted = peak_of_a_step(way, 4, vocabulary)
+def test_the_peak_is_at_the_loss_or_in_a_block(attention: str, way: str, vocabulary: int) -> None:
+    peak, predicted = peak_of_a_step(attention, way, 4, vocabulary)
     made_before = B * S * SMALL.width * 2  # the first input
     # At the loss to a hundredth. In a block gradients are counted in whole tensors, and some overlap.
     assert peak + made_before == pytest.approx(predicted, rel=0.01 if vocabulary == 4000 else 0.05)
@@ -446,14 +465,14 @@ def test_the_peak_is_at_the_loss_or_in_a_block(way: str, vocabulary: int) -> Non
 def test_a_compiled_block_keeps_what_torchs_partitioner_keeps() -> None:
     from functorch.compile import aot_module, min_cut_rematerialization_partition, nop
 
-    block = LlamaBlock(True, torch.bfloat16)
+    block = LlamaBlock("fused", torch.bfloat16)
     compiled = aot_module(
         block, fw_compiler=nop, bw_compiler=nop, partition_fn=min_cut_rematerialization_partition
     )
     x = torch.randn(B, S, SMALL.width, dtype=torch.bfloat16, requires_grad=True)
     with Living() as living:
         result = compiled(x)
-    found, eager = (activations(SMALL, B, flash_attention=True, compiled=one) for one in (True, False))
+    found, eager = (activations(SMALL, B, compiled=one) for one in (True, False))
     assert result.nbytes == x.nbytes, "the result is alive too, and the input was made before"
     assert living.nbytes() == found.blocks
     assert eager.blocks - found.blocks == 2 * B * S * SMALL.hidden
@@ -464,9 +483,7 @@ def test_by_hand_what_each_kind_keeps_of_llama_3() -> None:
     model, tokens = TRANSFORMERS["llama3-8b"], 8192
 
     def each(way: str, **options: Any) -> float:
-        return (
-            activations(model, 1, tokens, way, flash_attention=True, **options).blocks / tokens / model.depth
-        )
+        return activations(model, 1, tokens, way, **options).blocks / tokens / model.depth
 
     statistics = 2 * 4 + 32 * 4
     assert each("none") == each("selective") == 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336) + statistics
@@ -507,9 +524,9 @@ def test_every_familys_products_are_its_matrices_and_checkpointing_keeps_less(fa
     if family == "gpt_neox":
         model = replace(model, key_value_heads=4)
     check_matrices(model)
-    kept = {way: activations(model, 2, 16, way, flash_attention=True) for way in CHECKPOINTING}
+    kept = {way: activations(model, 2, 16, way) for way in CHECKPOINTING}
     assert kept["selective"].blocks > kept["by-operation"].blocks > kept["full"].blocks
     assert kept["selective"].blocks > kept["every-other-block"].blocks > kept["full"].blocks
     assert kept["selective"].again == 0 < kept["by-operation"].again < kept["full"].again
     for way, found in kept.items():
-        assert activations(model, 2, 16, way, flash_attention=True, compiled=True).blocks <= found.blocks
+        assert activations(model, 2, 16, way, compiled=True).blocks <= found.blocks

@@ -42,9 +42,8 @@ def runs() -> list[tuple[Run, Kernels, str]]:
     data, found = published(), []
     for run in data.runs:
         if run.use == "fit time":
-            way = {"none": "selective", "full": "full"}[run.checkpointing]  # with flash attention
-            fused = {"compiled": run.compiled, "fused_loss": run.fused_loss}
-            made = kernels(data.models[run.model], run.batch, run.sequence, way, **fused)
+            fused = {name: run.options.get(name, False) for name in ("compiled", "fused_loss")}
+            made = kernels(data.models[run.model], run.batch, run.sequence, run.checkpointing, **fused)
             found.append((run, made, "a100" if "a100" in run.cluster else "h100"))
     return found
 

@@ -54,7 +54,7 @@ def test_forward_multiplies_each_token_with_each_matrix_once(architecture: GPT2 
 
 
 def test_attention_that_is_written_out_multiplies_squares_and_touches_every_score() -> None:
-    kept, flash = (kernels(LLAMA, 2, 16, way) for way in ("none", "selective"))
+    kept, flash = (kernels(LLAMA, 2, 16, attention=how) for how in ("unfused", "fused"))
     squares = 3 * 2 * 8 * 16 * 16
     assert kept.forward.attention_flops == kept.backward.attention_flops == 0
     products = sum(one.flops for one in kept.forward.products) - sum(
@@ -96,7 +96,7 @@ def test_what_a_token_touches_in_a_block_of_gpt2() -> None:
 
 
 def test_the_head_touches_logits_and_is_never_computed_again() -> None:
-    kept, full = (kernels(LLAMA, 1, 32, way) for way in ("selective", "full"))
+    kept, full = (kernels(LLAMA, 1, 32, way) for way in ("none", "full"))
     of_blocks = 32 * 3 * touched_by_token(LLAMA, EAGER).forward
     assert kept.forward.touched_bytes == of_blocks + 32 * 1000 * 18
     head = Product(32, 64, 1000)
@@ -111,7 +111,7 @@ def test_the_head_touches_logits_and_is_never_computed_again() -> None:
 def test_full_checkpointing_computes_all_but_a_blocks_last_product_again(
     architecture: GPT2 | Llama, last: int
 ) -> None:
-    kept, full = (kernels(architecture, 2, 16, way) for way in ("selective", "full"))
+    kept, full = (kernels(architecture, 2, 16, way) for way in ("none", "full"))
     again = full.flops - kept.flops
     products = 2 * 32 * (in_blocks(architecture) - 3 * last)
     assert again == pytest.approx(products + kept.forward.attention_flops)
@@ -122,7 +122,7 @@ def test_full_checkpointing_computes_all_but_a_blocks_last_product_again(
 def test_every_other_block_costs_half_of_that_and_by_operation_half_of_the_products() -> None:
     def more(way: str) -> tuple[float, float, float]:
         """Operations of products and attention, and bytes."""
-        kept, found = (kernels(LLAMA, 2, 16, each).backward for each in ("selective", way))
+        kept, found = (kernels(LLAMA, 2, 16, each).backward for each in ("none", way))
         attention = found.attention_flops - kept.attention_flops
         return found.flops - kept.flops - attention, attention, found.touched_bytes - kept.touched_bytes
 
@@ -132,9 +132,20 @@ def test_every_other_block_costs_half_of_that_and_by_operation_half_of_the_produ
 
 
 def test_every_way_of_checkpointing_says_what_it_computes_again() -> None:
-    assert set(CHECKPOINTING) <= set(RECOMPUTED)
+    assert set(CHECKPOINTING) == set(RECOMPUTED)
     with pytest.raises(ValueError, match="unknown checkpointing 'some'; choose one of none, selective, full"):
         kernels(LLAMA, 1, 32, "some")
+    with pytest.raises(ValueError, match="unknown attention 'flash'; choose one of fused, unfused"):
+        kernels(LLAMA, 1, 32, attention="flash")
+
+
+def test_selective_checkpointing_computes_unfused_attention_again_and_nothing_else() -> None:
+    assert kernels(LLAMA, 2, 16, "selective") == kernels(LLAMA, 2, 16)
+    kept, again = (kernels(LLAMA, 2, 16, way, attention="unfused") for way in ("none", "selective"))
+    assert again.forward == kept.forward
+    squares = 3 * 2 * 8 * 16 * 16
+    assert again.backward.flops - kept.backward.flops == 2 * 2 * squares * 8
+    assert again.backward.touched_bytes - kept.backward.touched_bytes == 13 * squares
 
 
 def test_the_norms_of_a_family_count() -> None:
@@ -205,15 +216,8 @@ def counted(architecture: GPT2 | Llama, checkpointing: str) -> int:
 
 @pytest.mark.parametrize("architecture", [LLAMA, GPT, replace(GPT, dropout=False)])
 def test_the_operations_are_those_that_torch_counts(architecture: GPT2 | Llama) -> None:
-    none, full = (counted(architecture, way) for way in ("none", "full"))
-    found = kernels(architecture, 2, 16, "none")
-    assert none == found.flops
-    # Of what is computed again, products and whole squares: flash attention would compute half of each.
-    selective, checkpointed = (kernels(architecture, 2, 16, way) for way in ("selective", "full"))
-    again = sum(one.flops for one in checkpointed.backward.products)
-    again -= sum(one.flops for one in selective.backward.products)
-    whole_squares = 3 * 2 * 2 * 2 * 8 * 16 * 16 * 8
-    assert full - none == again + whole_squares
+    for way in ("none", "full"):
+        assert counted(architecture, way) == kernels(architecture, 2, 16, way, attention="unfused").flops
 
 
 # --------------------------------------------------------------------------------------------- as priced
@@ -314,7 +318,7 @@ def test_each_token_is_multiplied_with_the_experts_that_it_is_sent_to_and_no_oth
 
 def test_checkpointing_by_operation_computes_experts_again_and_half_of_the_other_products() -> None:
     model = from_config(SPARSE)
-    none, found = (kernels(model, 2, 16, way) for way in ("selective", "by-operation"))
+    none, found = (kernels(model, 2, 16, way) for way in ("none", "by-operation"))
     forward = sum(one.flops for one in none.forward.products) - 2 * 32 * 64 * 32  # without the head
     experts = 2 * 32 * 2 * 2 * 3 * 32 * 24
     assert found.backward.flops - none.backward.flops == (forward - experts) / 2 + experts

@@ -20,8 +20,9 @@ from zero_ref.live.palette import MANY_RANKS, RANK_COLOURS, rank_colour
 from zero_ref.live.svg import bar, element, key, text_width, ticks, wrapped
 from zero_ref.plan.choice import plan_partition
 from zero_ref.simulator.cluster import CLUSTERS, Link
-from zero_ref.simulator.memory import MemorySettings, average_memory, with_peak
+from zero_ref.simulator.memory import MemorySettings, average_memory
 from zero_ref.simulator.models import MODELS, shapes, specs
+from zero_ref.simulator.peak import with_peak
 from zero_ref.simulator.play import play
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario
@@ -119,7 +120,7 @@ def test_an_iteration_takes_as_long_as_the_simulator_says(strategy: str, way: st
 def test_a_designed_cluster_runs_the_scenario() -> None:
     answer = EXPLORERS["design"].answer(
         model="llama3-8b", strategy="zero-even", device="A100 80 GB", per_node=4, nodes=2, within=64.0,
-        between=6.25, latency=50.0, batch=2, checkpointing="selective", tokens=10**9,
+        between=6.25, latency=50.0, batch=2, checkpointing="none", tokens=10**9,
     )  # fmt: skip
     h100 = CLUSTERS["h100-ib"]
     cluster = replace(
@@ -129,7 +130,7 @@ def test_a_designed_cluster_runs_the_scenario() -> None:
         within=Link(3.4, 64.0, h100.within.reached),
         between=Link(50.0, 6.25, h100.between.reached),
     )
-    scenario = Scenario(MODELS["llama3-8b"], cluster, 8, batch=2, checkpointing="selective")
+    scenario = Scenario(MODELS["llama3-8b"], cluster, 8, batch=2, checkpointing="none")
     run = scenario.run("zero-even")
     assert answer.numbers["iteration, ms"] == run.iteration_ms
     assert answer.numbers["memory of the fullest rank, bytes"] == run.peak_bytes
@@ -168,11 +169,9 @@ def test_which_stage_marks_its_advice_and_says_what_a_faster_way_would_save() ->
     too_large = EXPLORERS["which"].answer(model="llama3-405b")
     assert too_large.words.endswith("which is too much. Advice: beyond ZeRO.")
     assert not any(words.startswith("▸") for words in written(too_large))
-    perhaps = EXPLORERS["which"].answer(
-        model="llama3-70b", ranks=64, sequence=2048, checkpointing="selective"
-    )
+    perhaps = EXPLORERS["which"].answer(model="llama3-70b", ranks=64, sequence=2048, checkpointing="none")
     assert "undecided. Advice: try it" in perhaps.words
-    alike = EXPLORERS["which"].answer(model="gpt2", sequence=1024, batch=16, checkpointing="selective")
+    alike = EXPLORERS["which"].answer(model="gpt2", sequence=1024, batch=16, checkpointing="none")
     assert "choose DDP. " in alike.words
     assert alike.words.endswith("which is about the same.")
 

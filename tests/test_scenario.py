@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -11,14 +12,15 @@ from hypothesis import given, settings, strategies as st
 
 from zero_ref import simulator
 from zero_ref.lab.simulated import as_json
-from zero_ref.simulator.activations import activations
+from zero_ref.simulator.activations import ATTENTION, CHECKPOINTING, activations
 from zero_ref.simulator.cluster import CLUSTERS, Cluster, Device, Link, cluster
 from zero_ref.simulator.models import MLP, MODELS, TRANSFORMERS, Llama
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.presets import ALLOCATOR_SHARE, LIBRARY_GB
 from zero_ref.simulator.recipe import RECIPES
-from zero_ref.simulator.scenario import DTYPES, Scenario
+from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.stages import runs_by_stage
+from zero_ref.simulator.training import DTYPES
 
 H100 = cluster("h100-ib")
 SMALL = Llama(width=64, depth=2, hidden=160, heads=4, key_value_heads=2, vocabulary=100, positions=16)
@@ -94,15 +96,15 @@ def test_a_sequence_is_the_model_s_but_not_too_long() -> None:
 
 def test_activations_are_those_of_the_formula() -> None:
     scenario = Scenario(SMALL, H100, 1, batch=2)
-    for way, flash in (("none", False), ("selective", True), ("by-operation", True), ("full", True)):
+    for way, attention in itertools.product(CHECKPOINTING, ATTENTION):
         for options in ({}, {"compiled": True}, {"fused_loss": True}):
             for dtype, itemsize in (("bfloat16", 2), ("float32", 4)):
-                found = activations(SMALL, 2, None, way, flash_attention=flash, itemsize=itemsize, **options)
-                changed = replace(scenario, checkpointing=way, dtype=dtype, **options)
+                found = activations(SMALL, 2, None, way, attention=attention, itemsize=itemsize, **options)
+                changed = replace(scenario, checkpointing=way, attention=attention, dtype=dtype, **options)
                 assert changed.activations == found
                 assert changed.activation_bytes == found.blocks + found.head
     assert Scenario(MODELS["mlp-tiny"], H100, 1).activation_bytes == 0
-    assert [replace(scenario, checkpointing=way).workload.recompute for way in ("selective", "full")] == [
+    assert [replace(scenario, checkpointing=way).workload.recompute for way in ("none", "full")] == [
         False,
         True,
     ]
@@ -283,6 +285,7 @@ scenarios = st.builds(
     optimizer=st.sampled_from(["AdamW", "SGD", "Adagrad"]),
     way=st.sampled_from(list(WAYS)),
     checkpointing=st.sampled_from(["none", "selective", "full"]),
+    attention=st.sampled_from(list(ATTENTION)),
 )
 
 
@@ -347,7 +350,7 @@ def test_the_peak_of_the_phases_is_that_of_the_timeline(strategy: str, options: 
     and each phase has all of its buffers at once.
     """
     for name, ranks, checkpointing in (
-        ("gpt2", 3, "selective"),
+        ("gpt2", 3, "none"),
         ("llama3-8b", 64, "full"),
         ("gpt3-175b", 16, "full"),
     ):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from zero_ref.simulator import spread
-from zero_ref.simulator.activations import CHECKPOINTING
+from zero_ref.simulator.activations import kinds_apart
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.recipe import recipe
@@ -45,7 +45,7 @@ def brute_force(scenario: Scenario, sequences: int) -> dict[tuple[object, ...], 
                 accumulation = sequences // batch
                 if batch * accumulation != sequences:
                     continue
-                for checkpointing, no_sync in itertools.product(CHECKPOINTING, (False, True)):
+                for checkpointing, no_sync in itertools.product(kinds_apart("fused"), (False, True)):
                     if no_sync and (accumulation == 1 or strategy not in GROUPED):
                         continue
                     one = replace(
@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_counted_and_its_smallest_is_shown(narrow: None) ->
     found = search(large, 8 * 2048)
     left_out = found.left_out("ddp")
     assert left_out is not None
-    assert left_out.count == len(CHECKPOINTING)
+    assert left_out.count == len(kinds_apart("fused"))
     assert left_out.least.peak_bytes > 16 * 7.5e9
     assert left_out.most_of_it == "moments", "8 bytes of 16 for each element"
     assert left_out.least.update_ms is None

@@ -77,7 +77,7 @@ def as_first_priced(run: Run) -> SimulatedRun:
         run.ranks,
         batch=run.batch,
         sequence=run.sequence,
-        checkpointing="full" if run.checkpointing == "full" else "selective",  # it knew no other way
+        checkpointing="full" if run.checkpointing == "full" else "none",  # it knew no other way
     ).run(run.strategy)
 
 

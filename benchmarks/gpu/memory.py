@@ -125,7 +125,7 @@ def _activations(
     loss = model(tokens)
     when_backward_begins = gauge.grown()
     loss.backward()
-    of_blocks = activation_bytes(architecture, batch_size, sequence, way)
+    of_blocks = activation_bytes(architecture, batch_size, sequence, way, attention="unfused")
     return {
         "checkpointing": way,
         "batch": batch_size,

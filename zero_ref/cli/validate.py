@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from zero_ref.cli._common import CommandError, Subparsers, need, planning
+from zero_ref.cli._submitted import UNITS, print_scores, scored_file, scores_as_json, shown
 from zero_ref.simulator import validation
 from zero_ref.simulator.published import published
 from zero_ref.simulator.validation import FIGURES, Compared, Summary, Validation
-
-UNITS = {"time": "tokens/s a GPU", "memory": "GiB"}
 
 
 def register_validate(subparsers: Subparsers) -> None:
@@ -23,18 +22,27 @@ def register_validate(subparsers: Subparsers) -> None:
         description="Simulate every published run of this package's list, data-parallel and fully sharded "
         "ones. Of each: what was reported, what is predicted, the interval around it, which comes from the "
         "runs of all other sources, and the error: what is predicted too much, as a share of what was "
-        "reported, of the time or of the memory.",
+        "reported, of the time or of the memory. With --run, only the runs of a file of your own.",
     )
     add = parser.add_argument
     sources = ", ".join(published().sources)
     add("--source", choices=list(published().sources), metavar="NAME", help=f"of one source only: {sources}")
     add("--figure", choices=FIGURES, metavar="WHAT", help=f"of one kind only: {', '.join(FIGURES)}")
+    add(
+        "--run",
+        metavar="FILE",
+        dest="file",
+        help="score the runs of a file in TOML (.toml) or JSON, in the form of the book's page Submit a run: "
+        "prediction, interval, error, and which constants of the simulator would change nothing",
+    )
     add("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run_validate)
 
 
 def run_validate(arguments: argparse.Namespace) -> int:
     """Simulate, and print a table for times and one for memory, each with its summary."""
+    if arguments.file is not None:
+        return _run_file(arguments)
     if not arguments.json:
         need("rich")  # before the work, not after it
     with planning():
@@ -47,6 +55,18 @@ def run_validate(arguments: argparse.Namespace) -> int:
         print(json.dumps(as_json(result, chosen), indent=2, allow_nan=False))
     else:
         print_validation(result, chosen)
+    return 0
+
+
+def _run_file(arguments: argparse.Namespace) -> int:
+    """Score the runs of a file, however far off the simulator is."""
+    if arguments.source or arguments.figure:
+        raise CommandError("--run scores all runs of a file: leave out --source and --figure.")
+    key, data, scores = scored_file(arguments.file)
+    if arguments.json:
+        print(json.dumps(scores_as_json(key, data, scores), indent=2, allow_nan=False))
+    else:
+        print_scores(key, data, scores)
     return 0
 
 
@@ -150,12 +170,3 @@ def _empty(*columns: str) -> Any:
         left = column in ("run", "summary", "")
         table.add_column(column, justify="left" if left else "right", no_wrap=True)
     return table
-
-
-def shown(value: float) -> str:
-    """A rate or an amount with three or more digits.
-
-    >>> shown(5762.4), shown(82.44), shown(331.0)
-    ('5,762', '82.4', '331')
-    """
-    return f"{value:,.0f}" if value >= 200 else f"{value:.1f}"

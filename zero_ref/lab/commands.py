@@ -12,7 +12,8 @@ from zero_ref.simulator.ledger import STATE_RULES
 from zero_ref.simulator.models import GPT2
 from zero_ref.simulator.options import words_of
 from zero_ref.simulator.recipe import recipe
-from zero_ref.simulator.scenario import DTYPES, MOST_PASSES, Scenario
+from zero_ref.simulator.scenario import Scenario
+from zero_ref.simulator.training import DTYPES, MOST_PASSES
 
 MOST_OPERATIONS = 2**20
 """`zero-ref simulate` plays all passes of an update, and plays so many operations in ten seconds."""
@@ -64,7 +65,8 @@ def _trained(scenario: Scenario, strategy: str) -> TrainConfig | None:
     model, of_node = scenario.architecture, scenario.cluster.ranks_per_node
     as_the_lab_does = (
         scenario.optimizer == "AdamW"
-        and scenario.checkpointing == "selective"
+        and scenario.checkpointing in ("none", "selective")
+        and scenario.attention == "fused"
         and scenario.accumulation == 1
         and not scenario.offload
         and (scenario.shard_group is None or recipe(strategy).without_ddp)

@@ -55,11 +55,12 @@ PHASES_IN_WORDS = {
     "forward": "after forward",
     "loss": "at the loss",
     "backward": "in backward",
+    "last block": "in backward's last block",
     "reduction": "after backward",
     "step": "in the step",
     "sending": "while sending",
 }
-"""The phases of `memory.PHASES`, as the table has them."""
+"""The phases of `peak.PHASES`, as the table has them."""
 
 FITS = {True: "fits", False: "does not fit", None: "undecided"}
 
@@ -288,7 +289,7 @@ def _experts(scenario: Scenario) -> str:
     )
     return (
         f"experts: {shared.ranks:,} ranks share the {shared.experts:,} of each block, "
-        f"{shared.experts // shared.ranks:,} each; a rank's rows, {format_bytes(shared.row_bytes)}, go to them "
+        f"{shared.experts // shared.ranks:,} each; a rank's rows, {format_bytes(shared.row_bytes)}, go there "
         f"and come back, in forward and in backward; supposed: {busiest}"
     )
 

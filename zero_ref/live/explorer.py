@@ -88,7 +88,7 @@ def controls_of(of: type, only: Sequence[str] = (), **starts: Value) -> tuple[Co
 
     >>> from zero_ref.simulator.scenario import Scenario
     >>> [(one.label, one.value) for one in controls_of(Scenario, checkpointing="full")]
-    [('sequences of a rank', 1), ('activations kept', 'full')]
+    [('sequences of a rank', 1), ('computed again', 'full')]
 
     Args:
         only: the fields, in this order; all of them if there is none.
@@ -100,7 +100,7 @@ def controls_of(of: type, only: Sequence[str] = (), **starts: Value) -> tuple[Co
             field,
             option.label,
             start,
-            tuple(option.choices or option.steps or (False, True)),
+            tuple(option.offered or option.choices or option.steps or (False, True)),
             {name: name.replace("_", " ") for name in option.choices},
         )
         for field in only or found

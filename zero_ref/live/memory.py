@@ -13,8 +13,9 @@ from zero_ref.live.svg import LINE, MARGIN, Drawing, Stacked, axis, bar, centred
 from zero_ref.simulator import spread
 from zero_ref.simulator.cluster import CLUSTERS, Device
 from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES
-from zero_ref.simulator.memory import MemorySettings, average_memory, with_peak
+from zero_ref.simulator.memory import MemorySettings, average_memory
 from zero_ref.simulator.models import TRANSFORMERS
+from zero_ref.simulator.peak import with_peak
 from zero_ref.simulator.scenario import Scenario
 
 WITH_MEMORY = tuple(name for name, one in CLUSTERS.items() if one.device.memory_gb is not None)

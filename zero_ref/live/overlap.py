@@ -14,8 +14,9 @@ from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.play import play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import RECIPES, recipe
-from zero_ref.simulator.scenario import LONGEST_SEQUENCE, Scenario
+from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import MIB, Schedule, ddp_buckets, schedule
+from zero_ref.simulator.training import LONGEST_SEQUENCE
 
 FACTORS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 

@@ -31,6 +31,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `calibrate`: a cluster from measured times, with bounds on the error;
 - `logs`: such times from what nccl-tests and others print;
 - `spread`: how far a prediction may be off, from published runs;
+- `training`: what is trained, on what and how, as one value; `rank_work`: what a rank computes for that;
 - `scenario`: all of it together, from a model's name to memory, traffic and time;
 - `stages`: one such run under DDP and each stage, to choose among them;
 - `tree`: a decision tree as a value: questions, and an advice at each end;

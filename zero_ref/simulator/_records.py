@@ -113,7 +113,7 @@ def record(cls: type[T], value: Any, what: str) -> T:
     if missing:
         raise ValueError(f"{what} has no {', '.join(missing)}")
     hints = get_type_hints(cls)
-    return cls(**{name: _checked(hints[name], each, f"{what}.{name}") for name, each in value.items()})
+    return cls(**{name: checked(hints[name], each, f"{what}.{name}") for name, each in value.items()})
 
 
 def _fields(cls: Any) -> tuple[str, ...]:
@@ -131,8 +131,18 @@ def _with_default(cls: Any) -> set[str]:
     }
 
 
-def _checked(hint: Any, value: Any, what: str) -> Any:
-    """The value, converted for a field of this type."""
+def checked(hint: Any, value: Any, what: str) -> Any:
+    """The value, converted for a field of this type.
+
+    >>> checked(float, 3, "ms")
+    3.0
+
+    Args:
+        hint: as a field of `record` may have.
+        what: the name of the value in errors.
+    Raises:
+        ValueError: the value is of another type.
+    """
     origin, of = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
@@ -140,15 +150,14 @@ def _checked(hint: Any, value: Any, what: str) -> Any:
         if value is None and type(None) in of:
             return None
         (hint,) = (each for each in of if each is not type(None))
-        return _checked(hint, value, what)
+        return checked(hint, value, what)
     if origin in (list, tuple):
         return _checked_items(origin, of, value, what)
     if origin in (dict, Mapping):
         if not isinstance(value, dict):
             raise ValueError(f"{what} must be an object, not {_shown(value)}")
         return {
-            _text(name, what): _checked(of[1], each, f"{what}[{_shown(name)}]")
-            for name, each in value.items()
+            _text(name, what): checked(of[1], each, f"{what}[{_shown(name)}]") for name, each in value.items()
         }
     if hint is float:
         return _number(value, what)
@@ -178,7 +187,7 @@ def _checked_items(kind: Any, of: tuple[Any, ...], value: Any, what: str) -> Any
         of = of[:1] * len(value)
     if len(of) != len(value):
         raise ValueError(f"{what} must have {len(of)} items, not {len(value)}")
-    return kind(_checked(hint, each, f"{what}[{place}]") for place, (hint, each) in enumerate(zip(of, value)))
+    return kind(checked(hint, each, f"{what}[{place}]") for place, (hint, each) in enumerate(zip(of, value)))
 
 
 def _number(value: Any, what: str) -> float:

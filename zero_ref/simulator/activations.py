@@ -18,15 +18,30 @@ from zero_ref.simulator.experts import OF_ROWS
 from zero_ref.simulator.layers import Kept, Layer, Matrix
 
 CHECKPOINTING: dict[str, str] = {
-    "none": "everything is kept",
-    "selective": "attention scores are computed again, the rest is kept; flash attention keeps as much",
-    "every-other-block": "every other block keeps its input only, the others as selective",
+    "none": "nothing is computed again",
+    "selective": "attention is computed again, which keeps less where it is unfused",
+    "every-other-block": "every other block keeps its input only, the others everything",
     "by-operation": "results of attention and every other matrix product are kept, the rest computed again",
     "full": "only each block's input is kept; a block is computed again when backward comes to it",
 }
 
 OF_THE_PAPER = ("none", "selective", "full")
 """Those that Korthikanti et al. name. The two others are torchtitan's."""
+
+ATTENTION: dict[str, str] = {
+    "fused": "one kernel, as flash attention: no score reaches memory",
+    "unfused": "scores are stored, and kept for backward unless they are computed again",
+}
+"""How attention is computed. Backward of a fused kernel computes scores again, whatever is checkpointed."""
+
+
+def kinds_apart(attention: str) -> tuple[str, ...]:
+    """The kinds of checkpointing that differ: with fused attention "selective" keeps as much as "none".
+
+    >>> kinds_apart("fused")
+    ('none', 'every-other-block', 'by-operation', 'full')
+    """
+    return tuple(kind for kind in CHECKPOINTING if kind != "selective" or attention == "unfused")
 
 
 def matrices(layer: Transformer | Layer) -> list[Matrix]:
@@ -65,25 +80,25 @@ def _heads_widths(layer: Transformer | Layer) -> tuple[int, int]:
     return layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
 
 
-def kept_of_block(layer: Transformer | Layer, sequence: int, *, flash_attention: bool) -> list[Kept]:
+def kept_of_block(layer: Transformer | Layer, sequence: int, attention: str = "fused") -> list[Kept]:
     """What autograd keeps of one block for each token, if nothing is computed again.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
-    >>> kept = kept_of_block(TRANSFORMERS["llama3-8b"], 8192, flash_attention=True)
+    >>> kept = kept_of_block(TRANSFORMERS["llama3-8b"], 8192)
     >>> sum(one.numel * (one.nbytes or 2) for one in kept)
     168072
 
     Args:
         layer: of a model; or a model whose blocks are alike.
         sequence: tokens in a sequence, which scores are as wide as.
-        flash_attention: scores are not stored, but a statistic of each head.
+        attention: one of ATTENTION. Where it is fused, a statistic of each head is kept, and no scores.
     """
     if not isinstance(layer, Layer):
         (layer,) = layer.layers
     width, kind = layer.width, layer.kind
     kept = [Kept("input", width, "input")]
     if layer.attended:
-        kept += _kept_of_mixer(layer, sequence, flash_attention)
+        kept += _kept_of_mixer(layer, sequence, attention)
     if layer.attended and layer.has_mlp and not kind.parallel:
         kept.append(Kept("stream", width, "stream"))
     if layer.has_mlp:
@@ -93,7 +108,7 @@ def kept_of_block(layer: Transformer | Layer, sequence: int, *, flash_attention:
     return kept
 
 
-def _kept_of_mixer(layer: Layer, sequence: int, flash_attention: bool) -> list[Kept]:
+def _kept_of_mixer(layer: Layer, sequence: int, attention: str) -> list[Kept]:
     """From the first norm to the sum with the stream."""
     width, kind, heads = layer.width, layer.kind, layer.heads
     query, key = _heads_widths(layer)
@@ -109,7 +124,7 @@ def _kept_of_mixer(layer: Layer, sequence: int, flash_attention: bool) -> list[K
                 Kept("norms of heads", heads + layer.key_value_heads, "statistics", 4),
             ]
         kept += [Kept("query", query, "product"), Kept("key", key, "product"), Kept("value", key, "product")]
-    if heads and flash_attention:
+    if heads and attention == "fused":
         kept.append(Kept("attention", heads, "statistics", 4))
     elif kind.dropout:
         kept.append(Kept("scores, before dropout and after, and mask", 5 * heads * sequence, "scores", 1))
@@ -177,7 +192,7 @@ def activations(
     sequence: int | None = None,
     checkpointing: str = "none",
     *,
-    flash_attention: bool = False,
+    attention: str = "fused",
     itemsize: int = 2,
     compiled: bool = False,
     fused_loss: bool = False,
@@ -186,12 +201,13 @@ def activations(
 ) -> Activations:
     """A rank's activations under a kind of checkpointing.
 
-    With s tokens in a sequence, b sequences, h the width and a heads, a block of a GPT keeps
-    s*b*h*(34 + 5*a*s/h) bytes. The second term is the attention scores, s*s for each head, of 5 bytes each: 2
-    before and 2 after dropout, and 1 for its mask. Checkpointing keeps less, and computes the rest again.
+    With s tokens in a sequence, b sequences, h the width and a heads, a block of a GPT keeps s*b*h*34 bytes
+    if its attention is fused, and s*b*h*(34 + 5*a*s/h) if not. The second term is the attention scores, s*s
+    for each head, of 5 bytes each: 2 before and 2 after dropout, and 1 for its mask. Checkpointing keeps
+    less, and computes the rest again.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
-    >>> found = activations(TRANSFORMERS["llama3-8b"], 2, 8192, "by-operation", flash_attention=True)
+    >>> found = activations(TRANSFORMERS["llama3-8b"], 2, 8192, "by-operation")
     >>> [round(nbytes / 1e9, 1) for nbytes in (found.blocks, found.head, found.loss, found.again)]
     [33.4, 8.7, 16.8, 1.7]
 
@@ -200,7 +216,8 @@ def activations(
         batch: sequences that one rank computes in one go (a micro-batch).
         sequence: tokens in each sequence, which may be more than the model has positions; None for as many.
         checkpointing: one of CHECKPOINTING. "every-other-block" and "by-operation" are torchtitan's.
-        flash_attention: scores are never stored, not even in a block that is computed again.
+        attention: one of ATTENTION. Where it is fused, scores are not even stored in a block that is computed
+            again.
         itemsize: bytes of an element of the model's dtype.
         compiled: blocks are, by torch.compile. What no matrix product reads is computed again in the kernels
             that read it; and what backward does not read is not kept.
@@ -210,40 +227,44 @@ def activations(
             cross-entropy its 16-bit logits: then each keeps 2 bytes, and 6 are there in backward.
         expert_load: rows that this rank's experts get, over the average of the ranks that share experts.
     Raises:
-        ValueError: `checkpointing` is unknown, or there is no sequence or no token.
+        ValueError: `checkpointing` or `attention` is unknown, or there is no sequence or no token.
     Source: Korthikanti et al. (arXiv:2205.05198), equation 1 and sections 4.3 and 5; torchtitan's
         torchtitan/distributed/activation_checkpoint.py for what its two keep. Equal to what autograd saves
         (tests/test_activations.py).
     """
     check_name("checkpointing", checkpointing, CHECKPOINTING)
+    check_name("attention", attention, ATTENTION)
     sequence = _tokens_of_sequence(architecture, batch, sequence)
     tokens, layers, width = sequence * batch, architecture.layers, architecture.width
     outputs = outputs_of(architecture)
 
-    def of_block(layer: Layer, flash: bool) -> int:
-        kept = kept_of_block(layer, sequence, flash_attention=flash)
+    def of_block(layer: Layer, *left_out: str) -> int:
         numels = (
-            (one.numel * (expert_load if layer.routed and one.name in OF_ROWS else 1), one.nbytes or itemsize)
-            for one in kept
-            if not compiled or one.role != "pointwise"
+            one.numel
+            * (expert_load if layer.routed and one.name in OF_ROWS else 1)
+            * (one.nbytes or itemsize)
+            for one in kept_of_block(layer, sequence, attention)
+            if one.role not in left_out and not (compiled and one.role == "pointwise")
         )
-        return round(tokens * sum(numel * nbytes for numel, nbytes in numels))
+        return round(tokens * sum(numels))
 
     input_of_block, depth = tokens * width * itemsize, architecture.depth
-    wholes = [of_block(layer, flash_attention or checkpointing != "none") for layer in layers]
-    blocks, again = sum(layer.number * whole for layer, whole in zip(layers, wholes)), 0
-    if checkpointing == "full":
-        blocks = depth * input_of_block
-        again = max(of_block(layer, flash_attention) for layer in layers) - input_of_block
-    elif checkpointing == "every-other-block":
+    wholes = [of_block(layer) for layer in layers]
+    if checkpointing == "selective":
+        ones = [of_block(layer, "scores") for layer in layers]
+    elif checkpointing == "by-operation":
+        ones = [_kept_by_operation(layer, tokens, itemsize, compiled, attention) for layer in layers]
+    elif checkpointing == "full":
+        ones = [input_of_block] * len(layers)
+    else:
+        ones = wholes
+    blocks = sum(layer.number * one for layer, one in zip(layers, ones))
+    again = max(0, *(whole - one for whole, one in zip(wholes, ones)))
+    if checkpointing == "every-other-block":
         # Of unlike blocks, every other one is on average.
         shrunk = depth // 2
         blocks -= (blocks - depth * input_of_block) * shrunk // depth
         again = max(wholes) - input_of_block if shrunk else 0
-    elif checkpointing == "by-operation":
-        ones = [_kept_by_operation(layer, tokens, itemsize, compiled) for layer in layers]
-        blocks = sum(layer.number * one for layer, one in zip(layers, ones))
-        again = max(0, *(whole - one for whole, one in zip(wholes, ones)))
     dropout = any(layer.kind.dropout for layer in layers)
     of_norm = 2 * width * itemsize + (width if dropout else 4)  # a mask of the embedding's, or a statistic
     of_logit, in_loss = (itemsize, itemsize) if fused_loss else (loss_itemsize, 2 * loss_itemsize)
@@ -262,13 +283,14 @@ def activations(
     )
 
 
-def _kept_by_operation(layer: Layer, tokens: int, itemsize: int, compiled: bool) -> int:
+def _kept_by_operation(layer: Layer, tokens: int, itemsize: int, compiled: bool, attention: str) -> int:
     """The input of a block, attention's result and those of every other product, the first one included."""
     listed = matrices(layer)[::2]
     if compiled and not layer.kind.post_norms:
         listed = [one for one in listed if one.name != "down"]  # nothing in backward reads it
     numel = layer.width + layer.attended + sum(one.outputs for one in listed)
-    return tokens * (numel * itemsize + 4 * layer.heads)
+    statistics = 4 * layer.heads if attention == "fused" else 0
+    return tokens * (numel * itemsize + statistics)
 
 
 def activation_bytes(
@@ -277,20 +299,23 @@ def activation_bytes(
     sequence: int | None = None,
     checkpointing: str = "none",
     *,
-    flash_attention: bool = False,
+    attention: str = "fused",
 ) -> int:
     """Bytes of 16-bit activations of all blocks at the peak of the blocks, as published.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
-    >>> [activation_bytes(TRANSFORMERS["gpt2"], 8, checkpointing=way) // 10**6 for way in OF_THE_PAPER]
+    >>> gpt2 = TRANSFORMERS["gpt2"]
+    >>> [activation_bytes(gpt2, 8, None, way, attention="unfused") // 10**6 for way in OF_THE_PAPER]
     [8606, 2566, 855]
+    >>> activation_bytes(gpt2, 8) // 10**6
+    2566
 
     Args: as `activations`. "full" counts 2*s*b*h for the input of each block, as the paper does, and one
         block's other activations, which exist while the block is computed again.
     Raises:
         ValueError: as `activations`.
     """
-    found = activations(architecture, batch, sequence, checkpointing, flash_attention=flash_attention)
+    found = activations(architecture, batch, sequence, checkpointing, attention=attention)
     return found.blocks + found.again if checkpointing == "full" else found.blocks
 
 
@@ -302,7 +327,7 @@ def head_bytes(architecture: Transformer, batch: int, sequence: int | None = Non
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
     >>> gpt2 = TRANSFORMERS["gpt2"]
-    >>> round(head_bytes(gpt2, batch=8) / activation_bytes(gpt2, 8, checkpointing="selective"), 2)
+    >>> round(head_bytes(gpt2, batch=8) / activation_bytes(gpt2, 8), 2)
     0.65
 
     Args: as `activations`.
@@ -312,7 +337,7 @@ def head_bytes(architecture: Transformer, batch: int, sequence: int | None = Non
         input of the norm and of the head each, 4*s*b*v for fp32 logits. What autograd keeps in these four
         bytes is not the logit but its log-probability.
     """
-    return activations(architecture, batch, sequence, "selective").head
+    return activations(architecture, batch, sequence).head
 
 
 def _tokens_of_sequence(architecture: Transformer, batch: int, sequence: int | None) -> int:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_name
+from zero_ref.simulator.activations import ATTENTION
 from zero_ref.simulator.architectures import Transformer, outputs_of, trained
 from zero_ref.simulator.cluster import Device
 from zero_ref.simulator.expert_parallel import on_a_rank
@@ -120,7 +121,8 @@ class Recomputed(NamedTuple):
         blocks: how many of the blocks.
         products: of their matrix products, beside the last one of each, whose result nothing waits for.
         last: of those last ones.
-        attention, touched: of attention, and of everything else.
+        attention, touched: of fused attention, and of everything else.
+        scores: of unfused attention.
     """
 
     blocks: float
@@ -128,19 +130,21 @@ class Recomputed(NamedTuple):
     last: float
     attention: float
     touched: float
+    scores: float
 
 
 RECOMPUTED: dict[str, Recomputed] = {
-    "none": Recomputed(0, 0, 0, 0, 0),
-    "selective": Recomputed(0, 0, 0, 0, 0),
-    "full": Recomputed(1, 1, 0, 1, 1),
-    "by-operation": Recomputed(1, 0.5, 0.5, 0, 1),
-    "every-other-block": Recomputed(0.5, 1, 0, 1, 1),
+    "none": Recomputed(0, 0, 0, 0, 0, 0),
+    "selective": Recomputed(1, 0, 0, 0, 0, 1),
+    "full": Recomputed(1, 1, 0, 1, 1, 1),
+    "by-operation": Recomputed(1, 0.5, 0.5, 0, 1, 1),
+    "every-other-block": Recomputed(0.5, 1, 0, 1, 1, 1),
 }
-"""By the names of `activations.CHECKPOINTING`. Flash attention computes its scores again in any case, which
+"""By the names of `activations.CHECKPOINTING`. Fused attention computes its scores again in any case, which
 BACKWARD_OF_FLASH counts.
 
-Source: torch.utils.checkpoint stops as soon as it has computed all that was saved (`early_stop`), and
+Source: Korthikanti et al. (arXiv:2205.05198), section 5, for "selective": both products of attention are made
+again. torch.utils.checkpoint stops as soon as it has computed all that was saved (`early_stop`), and
 backward needs no result of a block's last product, where no dropout follows. By operation, torchtitan keeps
 attention's result and every second product's.
 """
@@ -167,7 +171,7 @@ class Costs(NamedTuple):
         layout: of attention's result, whose heads are brought together.
         rotary: of queries and keys.
         activation, gate: of the width of the MLP, without a gate and with one.
-        scores: of attention that is no flash attention, of every score and head.
+        scores: of unfused attention, of every score and head.
         logits: of an entry of the vocabulary.
     """
 
@@ -294,8 +298,9 @@ def kernels(
     architecture: Transformer,
     batch: int,
     sequence: int,
-    checkpointing: str = "selective",
+    checkpointing: str = "none",
     *,
+    attention: str = "fused",
     compiled: bool = False,
     fused_loss: bool = False,
     itemsize: int = 2,
@@ -314,18 +319,18 @@ def kernels(
     3.6
 
     Args:
-        checkpointing: one of `activations.CHECKPOINTING`: what backward computes again. Under "none"
-            attention is written out, and every score kept; else it is flash attention.
+        checkpointing: one of `activations.CHECKPOINTING`: what backward computes again.
+        attention: one of `activations.ATTENTION`. Unfused, it reads and writes every score several times.
         compiled: neighbouring kernels of blocks are fused.
         fused_loss: those of the loss are.
         itemsize: bytes of an element.
         sharing: of experts among ranks, of which these are the kernels of the busiest. It has fewer experts,
             each with the rows of more tokens.
     Raises:
-        ValueError: `checkpointing` is unknown.
+        ValueError: `checkpointing` or `attention` is unknown.
     """
+    check_name("attention", attention, ATTENTION)
     again, costs = recomputed(checkpointing), COMPILED if compiled else EAGER
-    flash = checkpointing != "none"  # as `activations` has it
     tokens, depth, outputs = batch * sequence, architecture.depth, outputs_of(architecture)
     of_block = touched_by_token(architecture, costs, sharing)
     scale = itemsize / 2
@@ -334,17 +339,19 @@ def kernels(
         return Pass(_products(architecture, tokens, of, sharing), 0.0, 0.0, itemsize)
 
     matrices = products(lambda layer: layer.products)
-    attention, attention_back = _attention(architecture, batch, sequence, costs.scores, itemsize, flash)
-    body = matrices.plus(attention).touching(scale * tokens * depth * of_block.forward)
+    fused = attention == "fused"
+    attended, attended_back = _attention(architecture, batch, sequence, costs.scores, itemsize, fused)
+    others = matrices.touching(scale * tokens * depth * of_block.forward)
     last = products(lambda layer: layer.last)
     # The mask of a dropout behind the last product has to be made again, and so has the product.
     of_last = 1.0 if again.last == 0 < again.products and architecture.kind.dropout else again.last
-    computed_again = body.times(again.products, attention=again.attention, touched=again.touched)
+    computed_again = others.times(again.products, touched=again.touched)
+    computed_again = computed_again.plus(attended.times(again.attention if fused else again.scores))
     computed_again = computed_again.plus(last.times(of_last - again.products)).times(again.blocks)
     if checkpointing == "by-operation":  # which keeps no results of experts
         of_experts = products(lambda layer: (one for one in layer.products if one.copies > 1))
         computed_again = computed_again.plus(of_experts.times(1 - again.products))
-    back = matrices.times(2).plus(attention_back).touching(scale * tokens * depth * of_block.backward)
+    back = matrices.times(2).plus(attended_back).touching(scale * tokens * depth * of_block.backward)
     back = back.plus(computed_again)
 
     product = Product(tokens, architecture.width, outputs, float(outputs > 0))
@@ -354,7 +361,7 @@ def kernels(
     head = Pass((product,), 0.0, of_head, itemsize)
     back = back.plus(Pass((product._replace(times=2 * product.times),), 0.0, of_loss, itemsize))
     numel = sum(param.numel for param in on_a_rank(trained(architecture), sharing.ranks))
-    return Kernels(body.plus(head), back, numel)
+    return Kernels(others.plus(attended).plus(head), back, numel)
 
 
 def _products(
@@ -390,17 +397,17 @@ def _attention(
     sequence: int,
     scores: tuple[float, float],
     itemsize: int,
-    flash: bool,
+    fused: bool,
 ) -> tuple[Pass, Pass]:
     """The two products over the sequence, of all blocks, and what becomes of them in backward.
 
-    Flash attention skips what the causal mask hides. Else whole squares are multiplied, and every score is
+    Fused attention skips what the causal mask hides. Else whole squares are multiplied, and every score is
     read and written several times.
     """
     forward, backward = Pass((), 0.0, 0.0, itemsize), Pass((), 0.0, 0.0, itemsize)
     for layer in architecture.layers:
         heads, widths = batch * layer.heads * layer.number, layer.head_width + layer.value_width
-        if flash:
+        if fused:
             flops = 2.0 * heads * widths * layer.pairs(sequence)
             forward = forward.plus(Pass((), flops, 0.0, itemsize))
             backward = backward.plus(Pass((), BACKWARD_OF_FLASH * flops, 0.0, itemsize))

@@ -53,6 +53,10 @@ class MemorySettings:
         head_bytes: of these, what is kept outside of the blocks, and freed before backward comes to one.
         loss_bytes: more while the loss's backward lasts.
         block_bytes: more while backward is in a block.
+        last_block_bytes: of the activations, what one block keeps, which is there when backward ends.
+        ddp: at stages 0 and 1. False for a rank alone, which has no buckets: its gradients are freed after
+            the update.
+        tied: the output head is the embedding, whose gradient is made in two parts.
         accumulates: several backwards before an update: in forward the gradients of earlier ones are there.
         no_sync: at stages 2 and 3, such gradients are whole on every rank until the last backward.
         reduced_itemsize: bytes of an element of gradients on their way; None for those of the gradients.
@@ -73,6 +77,9 @@ class MemorySettings:
     head_bytes: int = 0
     loss_bytes: int = 0
     block_bytes: int = 0
+    last_block_bytes: int = 0
+    ddp: bool = True
+    tied: bool = False
     accumulates: bool = False
     no_sync: bool = False
     reduced_itemsize: int | None = None
@@ -84,7 +91,14 @@ class MemorySettings:
         state_rule(self.optimizer)
         if self.convention is not None:
             _ = convention_named(self.convention).master
-        sizes = ("bucket_bytes", "activation_bytes", "head_bytes", "loss_bytes", "block_bytes")
+        sizes = (
+            "bucket_bytes",
+            "activation_bytes",
+            "head_bytes",
+            "loss_bytes",
+            "block_bytes",
+            "last_block_bytes",
+        )
         for name, least in (*((size, 0) for size in sizes), ("gathered_units", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
@@ -94,16 +108,7 @@ class MemorySettings:
     @property
     def gradients_stay(self) -> bool:
         """Gradients lie in DDP's buckets, which are never freed."""
-        return self.stage < 2 and self.gradient_as_bucket_view
-
-
-PHASES = ("forward", "loss", "backward", "reduction", "step", "sending")
-"""When a rank may hold most: at the end of forward, in the backward of the loss, in a block when backward
-begins, at the end of backward, in the update, and while new parameters are sent."""
-
-
-COME_AND_GO = ("gradients", "whole gradients", "communication", "activations", "temporaries")
-"""The items that are not there in every phase."""
+        return self.ddp and self.stage < 2 and self.gradient_as_bucket_view
 
 
 @dataclass(frozen=True)
@@ -195,101 +200,6 @@ class Memory:
     def peak_bytes(self) -> float:
         """The most that the device holds at one time, as its driver counts."""
         return self.reserved_bytes + self.library_bytes
-
-
-def with_peak(
-    memory: Memory,
-    params: Sequence[ParamSpec],
-    settings: MemorySettings,
-    *,
-    allocator_share: float = 0.0,
-    library_bytes: float = 0.0,
-) -> Memory:
-    """A rank's memory with what is there in each phase, and an allowance for allocator and libraries.
-
-    >>> settings = MemorySettings(0, gradient_as_bucket_view=True, activation_bytes=100, loss_bytes=30)
-    >>> memory = with_peak(average_memory([ParamSpec(10)], 1, settings), [ParamSpec(10)], settings)
-    >>> memory.phase_bytes
-    {'forward': 264.0, 'loss': 294.0, 'backward': 264.0, 'reduction': 164.0, 'step': 164.0, 'sending': 164.0}
-    >>> memory.phase, memory.peak_bytes, memory.total_bytes
-    ('loss', 294.0, 294.0)
-
-    Args:
-        allocator_share: of what is allocated, what the allocator reserves on top.
-        library_bytes: what libraries take.
-    Source: torch's `max_memory_reserved`. At stage 3, FSDP2 makes the shards of gradients in one stream
-        and gathers parameters in another, and the caching allocator gives a stream no memory of another: so
-        the shards of the gradients, and one more copy of the largest gathered unit, are reserved all the time
-        (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, and the caching allocator in c10).
-    """
-    phases = _phases(params, memory, settings)
-    found = replace(
-        memory,
-        temporary_bytes=max(items.get("temporaries", 0) for items in phases.values()),
-        phase_bytes={
-            phase: float(memory.state_bytes + sum(items.values())) for phase, items in phases.items()
-        },
-        library_bytes=library_bytes,
-    )
-    at_peak = phases[found.phase]
-    if allocator_share:
-        in_other_streams = 0.0
-        if settings.stage == 3:
-            missing = 0 if at_peak.get("gradients") else memory.gradient_bytes
-            in_other_streams = _largest_unit_bytes(params, settings) + missing
-        reserved = round((found.allocated_bytes + in_other_streams) * (1 + allocator_share))
-        found = replace(found, allocator_bytes=reserved - found.allocated_bytes)
-    come_and_go = dict.fromkeys(COME_AND_GO, 0.0) | at_peak
-    return replace(
-        found, peak_items={item: come_and_go.get(item, nbytes) for item, nbytes in found.items.items()}
-    )
-
-
-def _phases(
-    params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings
-) -> dict[str, dict[str, float]]:
-    """Bytes by phase and item of what comes and goes."""
-    reducing, gathered, sending = _on_the_way(params, memory, settings)
-    gradients, kept = memory.gradient_bytes, memory.activation_bytes
-    before = {"gradients": gradients if settings.gradients_stay or settings.accumulates else 0.0}
-    after = {"gradients": gradients}
-    if memory.whole_gradient_bytes:
-        before = {"whole gradients": memory.whole_gradient_bytes}
-    in_forward = before | {"communication": gathered, "activations": kept}
-    return {
-        "forward": in_forward,
-        "loss": in_forward | {"temporaries": settings.loss_bytes},
-        "backward": in_forward
-        | {"activations": kept - settings.head_bytes, "temporaries": settings.block_bytes},
-        "reduction": (after if sum(before.values()) < gradients else before)
-        | {"communication": gathered + reducing},
-        "step": after | {"temporaries": _step_bytes(params, memory, settings)},
-        "sending": after | {"communication": sending},
-    }
-
-
-def _on_the_way(
-    params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings
-) -> tuple[float, float, float]:
-    """Of a rank's buffers: for gradients in backward; of gathered parameters; for new parameters."""
-    buffers = memory.communication_bytes
-    if settings.stage < 2:
-        return 0, 0, buffers
-    if settings.stage == 2:
-        return buffers, 0, 0
-    gathered = _gathered_bytes(params, settings) if buffers else 0
-    return buffers - gathered, gathered, 0
-
-
-def _step_bytes(params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings) -> float:
-    """What the update needs while it lasts: of 32-bit masters beside 16-bit gradients, these in 32 bits.
-
-    A fused update needs nothing else. torch's foreach updates, its default, need a copy of one moment.
-    """
-    if not settings.masters_apart or settings.offload:
-        return 0
-    whole = whole_bytes(params, settings)
-    return whole.master and memory.master_bytes
 
 
 def average_memory(params: Sequence[ParamSpec], world_size: int, settings: MemorySettings) -> Memory:
@@ -458,7 +368,8 @@ def _total(pieces: Iterable[tuple[int, StateBytes]]) -> StateBytes:
 
 
 def _gradient_bucket_bytes(whole: StateBytes, settings: MemorySettings) -> int:
-    return whole.grads if settings.stage < 2 and not settings.gradient_as_bucket_view else 0
+    twice = settings.ddp and settings.stage < 2 and not settings.gradient_as_bucket_view
+    return whole.grads if twice else 0
 
 
 def _communication_bytes(params: Sequence[ParamSpec], world_size: int, settings: MemorySettings) -> int:
@@ -466,7 +377,7 @@ def _communication_bytes(params: Sequence[ParamSpec], world_size: int, settings:
         return 0
     cost_of_param = costs(params, settings)
     if settings.stage == 3:
-        return _gathered_bytes(params, settings) + _reducing_bytes(params, settings)
+        return gathered_bytes(params, settings) + _reducing_bytes(params, settings)
     trainable = [i for i, param in enumerate(params) if param.trainable]
     sent = 0 if settings.flat else sum(params[i].numel * cost_of_param[i].params for i in trainable)
     reduced = whole_bytes(params, settings).grads if settings.stage == 2 else 0
@@ -482,7 +393,8 @@ def _whole_gradient_bytes(params: Sequence[ParamSpec], world_size: int, settings
     return whole_bytes(params, settings).grads
 
 
-def _units(params: Sequence[ParamSpec], settings: MemorySettings) -> Sequence[StateBytes]:
+def unit_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> Sequence[StateBytes]:
+    """The state of the root and of each block of `models.blocks`, undivided."""
     return _units_of(tuple(params), _costing(settings))
 
 
@@ -492,21 +404,17 @@ def _units_of(params: tuple[ParamSpec, ...], settings: MemorySettings) -> Sequen
     return [_total((params[i].numel, cost_of_param[i]) for i in unit) for unit in blocks(params)]
 
 
-def _gathered_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> int:
+def gathered_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> int:
     """The root and as many of the largest blocks as are whole at one time."""
-    root, *others = _units(params, settings)
+    root, *others = unit_bytes(params, settings)
     gathered = sorted((unit.params for unit in others), reverse=True)[: settings.gathered_units]
     return root.params + sum(gathered)
-
-
-def _largest_unit_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> int:
-    return max(unit.params for unit in _units(params, settings))
 
 
 def _reducing_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> int:
     """A unit's whole gradients; and their copy, if they travel in another dtype."""
     of_unit = []
-    for unit, members in zip(_units(params, settings), blocks(params)):
+    for unit, members in zip(unit_bytes(params, settings), blocks(params)):
         numel = sum(params[i].numel for i in members if params[i].trainable)
         of_unit.append(unit.grads + numel * (settings.reduced_itemsize or 0))
     return max(of_unit)

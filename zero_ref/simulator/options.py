@@ -54,6 +54,7 @@ class Option:
         name: for people, where that is not the field's name.
         metavar: what `--help` writes for the value; None for the name in capitals.
         choices: the names among which a text is chosen.
+        offered: those of them that an explorer offers; all of them if there is none.
         least: the smallest number.
         above: a number that every value is above.
         most: the largest number that a command line takes. The dataclass takes more: what that costs is up
@@ -73,6 +74,7 @@ class Option:
     name: str = ""
     metavar: str | None = None
     choices: Collection[str] = ()
+    offered: Collection[str] = ()
     least: float | None = None
     above: float | None = None
     most: float = math.inf

@@ -8,7 +8,7 @@ from typing import Any
 
 ALLOCATOR_SHARE = 0.1
 """What PyTorch's allocator reserves beside tensors, as a share of these. Fitted, to a hundredth, to the two
-runs of published.json whose use is "fit memory": tests/test_scenario.py."""
+runs of published_runs whose use is "fit memory": tests/test_scenario.py."""
 
 LIBRARY_GB = 1.1
 """What a process holds outside of the allocator: CUDA's context with its kernels, 0.4, and a communicator,

@@ -7,88 +7,34 @@ prints the results. For another combination, call these three modules directly.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Annotated, Any
+from typing import Any
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.plan.choice import plan_partition
-from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
-from zero_ref.simulator.activations import CHECKPOINTING, Activations, activations
-from zero_ref.simulator.cluster import Cluster
-from zero_ref.simulator.decoders import Decoder
-from zero_ref.simulator.dispatch import SharedExperts
-from zero_ref.simulator.expert_parallel import check_experts, experts_of, on_a_rank, parts_of
+from zero_ref.plan.partition import Partition
+from zero_ref.simulator.expert_parallel import parts_of
 from zero_ref.simulator.groups import Part, SplitOwners, owners_of, split
-from zero_ref.simulator.kernels import Kernels, kernels, recomputed
-from zero_ref.simulator.layers import Sharing, is_of_experts
-from zero_ref.simulator.ledger import STATE_RULES, StateRule, nbytes_of, state_rule
-from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks, with_peak
-from zero_ref.simulator.models import (
-    GPT2,
-    Architecture,
-    Llama,
-    ParamShape,
-    blocks,
-    matrices_whole,
-    specs,
-    trained,
-)
-from zero_ref.simulator.operations import WAYS
-from zero_ref.simulator.options import Option, check_options, explained, listed, used_values
+from zero_ref.simulator.ledger import nbytes_of
+from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
+from zero_ref.simulator.models import blocks
+from zero_ref.simulator.options import used_values
+from zero_ref.simulator.peak import with_peak
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
-from zero_ref.simulator.recipe import LOCAL_SGD, REDUCED_IN, Recipe, recipe
-from zero_ref.simulator.schedule import MIB, Schedule, ddp_buckets_of_parts, schedule
+from zero_ref.simulator.rank_work import RankWork
+from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
+from zero_ref.simulator.schedule import Schedule, ddp_buckets_of_parts, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
 from zero_ref.simulator.shortfall import Shortfall, why_not_smaller
 from zero_ref.simulator.spread import fits
 from zero_ref.simulator.timeline import Timeline
-
-DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of an element in forward and backward. Of 16-bit parameters the optimizer keeps float32 copies."""
-
-LONGEST_SEQUENCE = 8192
-"""The most tokens in a sequence unless the caller asks for more. Models with a context of 100,000 tokens were
-trained on shorter sequences first."""
-
-MOST_PASSES = 1024
-"""The most passes of an update that a command line takes, since all of them are played."""
-
-
-# Which strategies use an option. Functions by name: a lambda inside an annotation would not see this module.
-
-
-def _buckets_by_ddp(how: Recipe, _: object) -> bool:
-    return how.stage < 2
-
-
-def _reduces_in_any_dtype(how: Recipe, _: object) -> bool:
-    return how.reduces_in_any_dtype
-
-
-def _shards_by_parameter(how: Recipe, _: object) -> bool:
-    return how.shards_by_parameter
-
-
-def _in_groups(how: Recipe, _: object) -> bool:
-    return how.in_groups
-
-
-def _gathers_ahead(how: Recipe, _: object) -> bool:
-    return how.stage == 3
-
-
-def _averages(how: Recipe, _: object) -> bool:
-    return how.averaging is not None
-
-
-def _meets_in_every_step(how: Recipe, _: object) -> bool:
-    return how.averaging is None
+from zero_ref.simulator.training import DTYPES
 
 
 @dataclass(frozen=True)
-class Scenario:
+class Scenario(RankWork):
     """A model, a cluster, and how the model is trained on it. The options say what their values mean.
 
     >>> from zero_ref.simulator.cluster import cluster
@@ -102,8 +48,8 @@ class Scenario:
         sequence: tokens in each sequence; None for the model's context, LONGEST_SEQUENCE at most.
         way: when updates are made, one of `operations.WAYS`, under strategies that have owners.
         bucket_bytes: of DDP's gradient buckets; None for DDP's default, 25 MiB after a first of 1 MiB.
-        checkpointing: one of `activations.CHECKPOINTING`. Attention scores are kept under "none" only: the
-            others assume flash attention, which PyTorch chooses by itself.
+        checkpointing: one of `activations.CHECKPOINTING`.
+        attention: one of `activations.ATTENTION`. PyTorch's `scaled_dot_product_attention` is fused.
         prefetch: as `Recipe`.
         masters: beside 16-bit parameters the optimizer keeps 32-bit copies and state; False for state in the
             parameters' dtype and no copies.
@@ -113,303 +59,6 @@ class Scenario:
             or the optimizer is offloaded and not elementwise. Methods raise as `schedule`,
             `AveragingSchedule`, `MemorySettings` and `play`.
     """
-
-    architecture: Architecture
-    cluster: Cluster
-    world_size: int
-    # An entry for each option, as in a table.
-    # fmt: off
-    batch: Annotated[int, Option(
-        "sequences a rank (default: %(default)s)", metavar="B", least=1, most=10**9,
-        label="sequences of a rank", steps=(1, 2, 4, 8, 16, 32, 64), after="loss_dtype",
-    )] = 1
-    sequence: Annotated[int | None, Option(
-        "tokens in each (default: the model's, " + str(LONGEST_SEQUENCE) + " at most)", metavar="S", least=1,
-        most=10**9, label="tokens in each", steps=(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
-    )] = None
-    _: KW_ONLY
-    dtype: Annotated[str, Option(
-        "of parameters and gradients: " + listed(DTYPES) + ". Of 16 bits the optimizer keeps a copy in 32 "
-        "(default: %(default)s)",
-        metavar="DTYPE", choices=DTYPES,
-    )] = "bfloat16"
-    optimizer: Annotated[str, Option(
-        listed(STATE_RULES) + " (default: %(default)s)", metavar="NAME", choices=STATE_RULES,
-    )] = "AdamW"
-    masters: Annotated[bool, Option(
-        "no 32-bit copies of 16-bit parameters: state in the parameters' own dtype",
-    )] = True
-    compiled: Annotated[bool, Option("blocks are compiled: fewer passes over memory, less is kept")] = False
-    fused_loss: Annotated[bool, Option(
-        "the cross-entropy is one kernel, which keeps no copy of the logits in 32 bits",
-    )] = False
-    loss_dtype: Annotated[str, Option(
-        "what a loss that is not fused is computed in (default: %(default)s)", metavar="DTYPE",
-        choices=DTYPES,
-    )] = "float32"
-    checkpointing: Annotated[str, Option(
-        explained(CHECKPOINTING) + " (default: %(default)s)",
-        metavar="WHAT", choices=CHECKPOINTING, label="activations kept",
-    )] = "selective"
-    tf32: Annotated[bool, Option(
-        "products of float32 are made in TF32, as torch.set_float32_matmul_precision('high') lets them be; "
-        "torch's default makes them in float32",
-    )] = False
-    accumulation: Annotated[int, Option(
-        "forwards and backwards before an update, each of --batch sequences (default: %(default)s)",
-        metavar="N", least=1, most=MOST_PASSES,
-    )] = 1
-    way: Annotated[str, Option(
-        explained(WAYS), name="overlap", metavar="WAY", choices=WAYS, used_by=Recipe.takes_way,
-    )] = "plain"
-    bucket_bytes: Annotated[int | None, Option(
-        "of DDP's buckets (default: 25, the first 1)", name="bucket_mib", metavar="MIB", unit=MIB, above=0,
-        most=2**20, used_by=_buckets_by_ddp,
-    )] = None
-    bucket_view: Annotated[bool, Option(
-        "DDP's gradient_as_bucket_view: gradients lie in DDP's buckets, and are not kept twice",
-        used_by=_buckets_by_ddp,
-    )] = False
-    reduce_dtype: Annotated[str | None, Option(
-        "what gradients travel in: " + listed(REDUCED_IN) + " (default: --dtype)", metavar="DTYPE",
-        choices=REDUCED_IN, used_by=_reduces_in_any_dtype,
-    )] = None
-    offload: Annotated[bool, Option(
-        "masters, moments and the update are on the CPU", used_by=_shards_by_parameter,
-    )] = False
-    no_sync: Annotated[bool, Option(
-        "of zero-2 and zero-3: accumulated gradients are whole on each rank until the last backward",
-        used_by=_in_groups,
-    )] = False
-    shard_group: Annotated[int | None, Option(
-        "of zero-2 and zero-3: so many consecutive ranks share what is sharded, as a node's (default: all)",
-        metavar="N", least=1, most=2**20, used_by=_in_groups,
-    )] = None
-    prefetch: Annotated[int, Option(
-        "of zero-3 (default: %(default)s)", metavar="UNITS", least=0, most=10**6, used_by=_gathers_ahead,
-    )] = 1
-    period: Annotated[int, Option(
-        "of local-sgd: steps from one average of the parameters to the next (default: %(default)s)",
-        metavar="H", least=1, most=10**6, used_by=_averages,
-    )] = 8
-    gradient_group: Annotated[int, Option(
-        "of local-sgd: average gradients in every step over so many ranks, as of a node "
-        "(default: %(default)s)",
-        metavar="N", least=1, most=2**20, used_by=_averages,
-    )] = 1
-    expert_parallel: Annotated[int, Option(
-        "so many consecutive ranks share the experts of each block, whole ones each (default: %(default)s)",
-        metavar="N", least=1, most=2**20, used_by=_meets_in_every_step,
-    )] = 1
-    expert_load: Annotated[float, Option(
-        "rows that the experts of the busiest rank get, over the average of the ranks that share experts "
-        "(default: %(default)s)",
-        metavar="X", least=1, most=10**6, used_by=_meets_in_every_step,
-    )] = 1.0
-    # fmt: on
-
-    def __post_init__(self) -> None:
-        if self.batch < 1 or self.tokens_of_sequence < 1:
-            raise ValueError(
-                f"batch and sequence must be at least 1, got {self.batch} and {self.tokens_of_sequence}."
-            )
-        check_options(self, but=("optimizer",))  # `state_rule` knows them
-        if self.offload and state_rule(self.optimizer).of_whole is not None:
-            raise ValueError(f"offload is for elementwise optimizers; {self.optimizer} multiplies matrices.")
-        check_world_size(self.world_size)
-        if self.expert_parallel > 1 or self.expert_load > 1:  # else shapes are not needed yet
-            check_experts(self.shapes, self.expert_parallel, self.expert_load, self.world_size)
-        if self.tf32 and self.dtype != "float32":
-            raise ValueError(f"tf32 is how products of float32 are made; the dtype is {self.dtype}.")
-        if self.tf32 and "tf32" not in self.cluster.device.peaks:
-            raise ValueError(f"{self.cluster.device.name}: no peak in TF32 is known.")
-
-    @cached_property
-    def machine(self) -> Cluster:
-        """The cluster with its devices' peak in the dtype of the products.
-
-        >>> from zero_ref.simulator.cluster import cluster
-        >>> from zero_ref.simulator.models import MODELS
-        >>> for options in ({}, {"dtype": "float32"}, {"dtype": "float32", "tf32": True}):
-        ...     Scenario(MODELS["gpt2"], cluster("h100-ib"), 2, **options).machine.device.tflops
-        989
-        67
-        494.5
-        """
-        device = self.cluster.device.in_dtype("tf32" if self.tf32 else self.dtype)
-        return self.cluster if device is self.cluster.device else replace(self.cluster, device=device)
-
-    @property
-    def tokens_of_sequence(self) -> int:
-        if self.sequence is not None:
-            return self.sequence
-        return min(getattr(self.architecture, "positions", 1), LONGEST_SEQUENCE)
-
-    @property
-    def tokens(self) -> int:
-        """Of one rank in one iteration. An example for a model that is no transformer counts as one token."""
-        return self.accumulation * self.tokens_of_pass
-
-    @property
-    def tokens_of_pass(self) -> int:
-        """Of one rank in one forward and backward; `accumulation` of them make an iteration."""
-        return self.batch * self.tokens_of_sequence
-
-    @property
-    def transformer(self) -> GPT2 | Llama | Decoder | None:
-        """The architecture, if it is a transformer's."""
-        model = self.architecture
-        return model if isinstance(model, (GPT2, Llama, Decoder)) else None
-
-    @cached_property
-    def shapes(self) -> tuple[ParamShape, ...]:
-        return trained(self.architecture)
-
-    @cached_property
-    def params(self) -> list[ParamSpec]:
-        """The parameters that one rank has: of experts that ranks share, its own."""
-        params = specs(on_a_rank(self.shapes, self.expert_parallel), self.dtype)
-        return params if state_rule(self.optimizer).of_whole is None else matrices_whole(params)
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements of the model, with all experts."""
-        return sum(shape.numel for shape in self.shapes)
-
-    @cached_property
-    def numel_of_rank(self) -> int:
-        """Elements of the parameters that one rank has."""
-        return sum(param.numel for param in self.params)
-
-    @cached_property
-    def experts(self) -> SharedExperts | None:
-        """The experts that ranks share; None if each rank has all of them."""
-        if self.expert_parallel == 1 or (model := self.transformer) is None:
-            return None
-        again = recomputed(self.checkpointing)
-        rows = max(layer.moved // 2 for layer in model.layers)  # there, and back
-        return SharedExperts(
-            self.expert_parallel,
-            self.tokens_of_pass * rows * DTYPES[self.dtype],
-            experts_of(self.shapes),
-            self.expert_load,
-            again.blocks if again.products else 0.0,
-        )
-
-    @property
-    def active(self) -> int:
-        """Parameters that a token goes through: of experts those that it is sent to."""
-        model = self.transformer
-        return model.active if isinstance(model, Decoder) else self.numel
-
-    @property
-    def computed_on(self) -> float:
-        """Parameters that the busiest rank computes with, for each of its own tokens.
-
-        A token goes through `active`. The rank's experts get `expert_load` times the average of the rows.
-        """
-        of_experts = sum(shape.numel for shape in self.shapes if is_of_experts(shape.name))
-        return self.active + (self.active - self.numel + of_experts) * (self.expert_load - 1)
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """What of the model is not counted in activations and time, for people."""
-        model = self.transformer
-        return model.missing if isinstance(model, Decoder) else ()
-
-    @cached_property
-    def activations(self) -> Activations:
-        """Of one rank; not counted, and so 0, for a model that is no transformer."""
-        if (model := self.transformer) is None:
-            return Activations()
-        return activations(
-            model,
-            self.batch,
-            self.tokens_of_sequence,
-            self.checkpointing,
-            flash_attention=self.checkpointing != "none",
-            itemsize=DTYPES[self.dtype],
-            compiled=self.compiled,
-            fused_loss=self.fused_loss,
-            loss_itemsize=DTYPES[self.loss_dtype],
-            expert_load=self.expert_load,
-        )
-
-    @property
-    def activation_bytes(self) -> int:
-        """Of one rank, what forward leaves for backward."""
-        return self.activations.kept
-
-    @property
-    def attention_share(self) -> float:
-        """What attention adds to the operations of forward and backward, as a share of the parameters'.
-
-        >>> from zero_ref.simulator.cluster import cluster
-        >>> from zero_ref.simulator.models import MODELS
-        >>> round(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 8).attention_share, 2)
-        0.27
-
-        The whole of each sequence counts, or the whole window that a block sees. Kernels that skip what a
-        causal mask hides need half: `kernels`.
-
-        Source: `calibrate.training_flops`.
-        """
-        if (model := self.transformer) is None:
-            return 0.0
-        seen = (
-            layer.number * layer.heads * (layer.head_width + layer.value_width)
-            * min(layer.window or self.tokens_of_sequence, self.tokens_of_sequence)
-            for layer in model.layers
-        )  # fmt: skip
-        return sum(seen) / self.active
-
-    @cached_property
-    def kernels(self) -> Kernels | None:
-        """What forward and backward of a micro-batch compute; None for a model that is no transformer."""
-        if (model := self.transformer) is None:
-            return None
-        return kernels(
-            model,
-            self.batch,
-            self.tokens_of_sequence,
-            self.checkpointing,
-            compiled=self.compiled,
-            fused_loss=self.fused_loss,
-            itemsize=DTYPES[self.dtype],
-            sharing=Sharing(self.expert_parallel, self.expert_load),
-        )
-
-    @property
-    def workload(self) -> Workload:
-        """A step reads value, gradient and state, and writes value and state."""
-        return Workload(
-            self.tokens_of_pass,
-            recompute=self.checkpointing == "full",
-            step_bytes=self._state_itemsize * (3 + 2 * state_rule(self.optimizer).tensors),
-            attention_share=self.attention_share,
-            kernels=self.kernels,
-            active_share=self.computed_on / self.numel_of_rank,
-        )
-
-    def workload_of(self, strategy: str) -> Workload:
-        """The workload, with what a strategy moves through memory for the network.
-
-        A message is read from memory and written to it, and a 16-bit gradient that is reduced in 32 bits is
-        converted first. Gradients are copied into buckets, or flat tensors, before. Stage 3 gathers
-        parameters in forward and again in backward.
-        """
-        itemsize, usual, workload = DTYPES[self.dtype], recipe(strategy), self.workload
-        if self.recipe(strategy).offload:  # a gradient goes to the CPU and a parameter comes back
-            workload = replace(workload, offload_bytes=(itemsize, itemsize))
-        if self.world_size == 1:
-            return workload
-        reduced = DTYPES[self.reduce_dtype or self.dtype]
-        gathered = 2 * itemsize if usual.stage == 3 else 0
-        copied = 2 * itemsize + (itemsize + reduced if reduced != itemsize else 0)
-        sent = (
-            2 * reduced * (2 if usual.stage < 2 else 1)
-        )  # an all-reduce sends, and receives, everything twice
-        return replace(workload, moved_bytes=(gathered, gathered + copied + sent))
 
     def like(self, **changes: Any) -> Scenario:
         """The same but for the given fields, which change neither the model, the ranks nor who owns what.
@@ -448,20 +97,25 @@ class Scenario:
         """DDP's gradient buckets."""
         return ddp_buckets_of_parts(self.params, self._parts(self.world_size), self.bucket_bytes)
 
-    @property
-    def state(self) -> StateRule:
-        """The optimizer's state. Beside 16-bit parameters it is in float32, with `masters` of them."""
-        rule = state_rule(self.optimizer)
-        return rule.with_master() if self._mixed else rule
+    def workload_of(self, strategy: str) -> Workload:
+        """The workload, with what a strategy moves through memory for the network.
 
-    @property
-    def _mixed(self) -> bool:
-        return self.masters and DTYPES[self.dtype] == 2
-
-    @property
-    def _state_itemsize(self) -> int:
-        """Bytes of an element of the state, and of parameters as local-sgd averages them."""
-        return 4 if self._mixed else DTYPES[self.dtype]
+        A message is read from memory and written to it, and a 16-bit gradient that is reduced in 32 bits is
+        converted first. Gradients are copied into buckets, or flat tensors, before. Stage 3 gathers
+        parameters in forward and again in backward.
+        """
+        itemsize, usual, workload = DTYPES[self.dtype], recipe(strategy), self.workload
+        if self.recipe(strategy).offload:  # a gradient goes to the CPU and a parameter comes back
+            workload = replace(workload, offload_bytes=(itemsize, itemsize))
+        if self.world_size == 1:
+            return workload
+        reduced = DTYPES[self.reduce_dtype or self.dtype]
+        gathered = 2 * itemsize if usual.stage == 3 else 0
+        copied = 2 * itemsize + (itemsize + reduced if reduced != itemsize else 0)
+        sent = (
+            2 * reduced * (2 if usual.stage < 2 else 1)
+        )  # an all-reduce sends, and receives, everything twice
+        return replace(workload, moved_bytes=(gathered, gathered + copied + sent))
 
     @property
     def averaging(self) -> AveragingSchedule:
@@ -480,7 +134,7 @@ class Scenario:
             side_stream=self.cluster.backend == "nccl",
             blocks=blocks(self.params),
             activation_bytes=self.activations.blocks,
-            experts=None if recipe(strategy).averaging else self.experts,
+            experts=self.experts,
             owners=owners if isinstance(owners, SplitOwners) else None,
         )
 
@@ -521,6 +175,9 @@ class Scenario:
             head_bytes=found.head,
             loss_bytes=found.loss,
             block_bytes=found.again + found.gradients,
+            last_block_bytes=found.blocks // max(1, getattr(self.transformer, "depth", 1)),
+            ddp=self.world_size > 1,
+            tied=self._tied,
             accumulates=how.accumulation > 1,
             no_sync=how.no_sync,
             reduced_itemsize=None if how.reduce_dtype is None else DTYPES[how.reduce_dtype],
@@ -636,7 +293,8 @@ class SimulatedRun:
 
         The kinds are those of `held.KINDS`, and "allocator, libraries", which is taken to be the same all the
         time. The largest sum is `peak_bytes` if the peak is in the loss or in the update. If it is in the
-        backward of a block, the sum has gradients that `peak_bytes` does not count there, some percent more.
+        backward of a block, the two differ by some percent: `peak_bytes` has the buffers of the largest block
+        there, and the sum those of each block.
 
         Args:
             rank: None for the fullest.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from zero_ref.simulator import spread
-from zero_ref.simulator.activations import CHECKPOINTING
+from zero_ref.simulator.activations import kinds_apart
 from zero_ref.simulator.dispatch import SharedExperts
 from zero_ref.simulator.memory import Memory
 from zero_ref.simulator.play import Played, play
@@ -239,7 +239,9 @@ class _Planned:
         """Those for so many sequences a rank, and how many were not looked at."""
         found: list[Candidate] = []
         larger = 0
-        kinds = [self.scenario.checkpointing] if self.scenario.kernels is None else list(CHECKPOINTING)
+        kinds: Sequence[str] = kinds_apart(self.scenario.attention)
+        if self.scenario.kernels is None:
+            kinds = [self.scenario.checkpointing]
         waits = (False, True) if recipe(self.strategy).in_groups else (False,)
         for checkpointing, no_sync in itertools.product(kinds, waits):
             too_large = False

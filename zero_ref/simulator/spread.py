@@ -92,7 +92,7 @@ MEMORY = Spread(0.853, 1.095)
 def around(ms: float) -> tuple[float, float]:
     """The interval around a predicted time.
 
-    Source: the published runs of `published.json` that nothing was fitted to.
+    Source: the published runs of `published_runs` that nothing was fitted to.
     """
     return TIME.around(ms)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from zero_ref.simulator.published import Run, published
+from zero_ref.simulator.published import published
+from zero_ref.simulator.runs import Published, Run
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.spread import Spread, spread_of
 
@@ -21,31 +22,29 @@ FIGURES = ("time", "memory")
 
 GIB = 2**30
 
-NAMES = {
-    "none": "selective",  # with flash attention, which "none" here is without
-    "full": "full",
-    "by operation": "by-operation",
-    "every other block": "every-other-block",
-}
-"""What the simulator calls the published ways of checkpointing."""
 
-
-def scenario_of(run: Run) -> Scenario:
+def scenario_of(run: Run, data: Published | None = None) -> Scenario:
     """A published run as a scenario.
 
     >>> scenario = scenario_of(published().run("titan-8b-8"))
     >>> scenario.world_size, scenario.batch, scenario.cluster.device.name
     (8, 2, 'H100 96 GB')
+
+    Args:
+        data: has the run's model and machines; None for `published`.
+    Raises:
+        ValueError: as `Scenario`.
     """
-    data = published()
-    taken = {each.name for each in fields(Scenario)} & {each.name for each in fields(Run)}
-    options: dict[str, Any] = {name: getattr(run, name) for name in taken - {"cluster", "checkpointing"}}
+    data = data or published()
     return Scenario(
         data.models[run.model],
         data.clusters[run.cluster].cluster(run.cluster),
         run.ranks,
-        checkpointing=NAMES[run.checkpointing],
-        **options,
+        batch=run.batch,
+        sequence=run.sequence,
+        accumulation=run.accumulation,
+        checkpointing=run.checkpointing,
+        **run.options,
     )
 
 
@@ -99,13 +98,26 @@ class Predicted(NamedTuple):
 
 @cache
 def predict(name: str) -> Predicted:
-    """Simulate a published run.
+    """Simulate a published run, once.
 
     >>> predict("nanogpt-4090").fits
     True
     """
     run = published().run(name)
-    simulated = scenario_of(run).run(run.strategy)
+    return predicted(run, scenario_of(run))
+
+
+def predicted(run: Run, scenario: Scenario) -> Predicted:
+    """Simulate a run in its scenario.
+
+    >>> run = published().run("nanogpt-4090")
+    >>> predicted(run, scenario_of(run)) == predict("nanogpt-4090")
+    True
+
+    Raises:
+        ValueError: as `Scenario.run`.
+    """
+    simulated = scenario.run(run.strategy)
     memory = simulated.memory
     nbytes = {
         "allocated": memory.allocated_bytes,
@@ -115,13 +127,19 @@ def predict(name: str) -> Predicted:
     return Predicted(simulated.tokens_per_second / run.ranks, nbytes / GIB, simulated.fits)
 
 
-def compare(run: Run) -> list[Compared]:
+def compare(run: Run, data: Published | None = None) -> list[Compared]:
     """A run's published figures beside the simulator's.
 
     >>> [one.figure for one in compare(published().run("titan-8b-8"))]
     ['time', 'memory']
+
+    Args:
+        data: has the run's model and machines; None for `published`.
+    Raises:
+        ValueError: as `scenario_of` and `predicted`.
     """
-    said, rate = predict(run.id), run.tokens_per_s_gpu(published().models[run.model])
+    said = predict(run.id) if data is None else predicted(run, scenario_of(run, data))
+    rate = run.tokens_per_s_gpu((data or published()).models[run.model])
     found = []
     if rate is not None:
         found.append(Compared(run, "time", rate, said.tokens_per_s_gpu))

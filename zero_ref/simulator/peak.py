@@ -1,0 +1,181 @@
+"""The most that a rank holds at one time: what is there in each phase of an iteration.
+
+`memory` counts each item at its largest. The items are not all there at once: activations are freed while
+gradients are made, and an update begins when both are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from zero_ref.plan.partition import ParamSpec
+from zero_ref.simulator.memory import Memory, MemorySettings, costs, gathered_bytes, unit_bytes, whole_bytes
+from zero_ref.simulator.models import blocks
+
+PHASES = ("forward", "loss", "backward", "last block", "reduction", "step", "sending")
+"""When a rank may hold most: at the end of forward, in the backward of the loss, in the block with which
+backward begins, in the block with which it ends, at the end of backward, in the update, and while new
+parameters are sent."""
+
+COME_AND_GO = ("gradients", "whole gradients", "communication", "activations", "temporaries")
+"""The items that are not there in every phase."""
+
+
+def with_peak(
+    memory: Memory,
+    params: Sequence[ParamSpec],
+    settings: MemorySettings,
+    *,
+    allocator_share: float = 0.0,
+    library_bytes: float = 0.0,
+) -> Memory:
+    """A rank's memory with what is there in each phase, and an allowance for allocator and libraries.
+
+    >>> from zero_ref.simulator.memory import average_memory
+    >>> settings = MemorySettings(0, gradient_as_bucket_view=True, activation_bytes=100, loss_bytes=30)
+    >>> memory = with_peak(average_memory([ParamSpec(10)], 1, settings), [ParamSpec(10)], settings)
+    >>> for phase, nbytes in memory.phase_bytes.items():
+    ...     print(phase, nbytes)
+    forward 264.0
+    loss 294.0
+    backward 264.0
+    last block 164.0
+    reduction 164.0
+    step 164.0
+    sending 164.0
+    >>> memory.phase, memory.peak_bytes, memory.total_bytes
+    ('loss', 294.0, 294.0)
+
+    Args:
+        allocator_share: of what is allocated, what the allocator reserves on top.
+        library_bytes: what libraries take.
+    Source: torch's `max_memory_reserved`. At stage 3, FSDP2 makes the shards of gradients in one stream
+        and gathers parameters in another, and the caching allocator gives a stream no memory of another: so
+        the shards of the gradients, and one more copy of the largest gathered unit, are reserved all the time
+        (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, and the caching allocator in c10).
+    """
+    phases = _phases(params, memory, settings)
+    found = replace(
+        memory,
+        temporary_bytes=max(items.get("temporaries", 0) for items in phases.values()),
+        phase_bytes={
+            phase: float(memory.state_bytes + sum(items.values())) for phase, items in phases.items()
+        },
+        library_bytes=library_bytes,
+    )
+    at_peak = phases[found.phase]
+    if allocator_share:
+        in_other_streams = 0.0
+        if settings.stage == 3:
+            missing = memory.gradient_bytes - at_peak.get("gradients", 0)
+            in_other_streams = max(unit.params for unit in unit_bytes(params, settings)) + missing
+        reserved = round((found.allocated_bytes + in_other_streams) * (1 + allocator_share))
+        found = replace(found, allocator_bytes=reserved - found.allocated_bytes)
+    come_and_go = dict.fromkeys(COME_AND_GO, 0.0) | at_peak
+    return replace(
+        found, peak_items={item: come_and_go.get(item, nbytes) for item, nbytes in found.items.items()}
+    )
+
+
+class _Gradients(NamedTuple):
+    """Bytes of whole gradients, by when backward makes them.
+
+    Args:
+        head: of the output head, which is the embedding where the two are tied.
+        block: of the largest block.
+        embedding: of all that backward makes after the blocks.
+        twice: of the embedding's gradient that is added to the head's, where the two are tied.
+    """
+
+    head: int
+    block: int
+    embedding: int
+    twice: int
+
+
+def _gradients(params: Sequence[ParamSpec], settings: MemorySettings) -> _Gradients:
+    root, *others = blocks(params)
+    cost = costs(params, settings)
+    nbytes = [params[number].numel * cost[number].grads for number in range(len(params))]
+    if not root or not others:
+        return _Gradients(0, 0, 0, 0)
+    head = sum(nbytes[number] for number in root if number > max(others[-1]))
+    twice = max(nbytes[number] for number in root) if settings.tied else 0
+    of_block = max(sum(nbytes[number] for number in unit) for unit in others)
+    of_root = sum(nbytes[number] for number in root)
+    return _Gradients(head + twice, of_block, of_root - head - twice, twice)
+
+
+def _phases(
+    params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings
+) -> dict[str, dict[str, float]]:
+    """Bytes by phase and item of what comes and goes."""
+    buffers, gathered, sending = _on_the_way(params, memory, settings)
+    made, gradients, kept = _gradients(params, settings), memory.gradient_bytes, memory.activation_bytes
+    whole = max(1, whole_bytes(params, settings).grads)
+    before: dict[str, float] = {
+        "gradients": gradients if settings.gradients_stay or settings.accumulates else 0.0
+    }
+    if memory.whole_gradient_bytes:
+        before = {"whole gradients": memory.whole_gradient_bytes}
+    in_forward = before | {"communication": gathered, "activations": kept}
+
+    def in_block(done: int, activations: float) -> dict[str, float]:
+        """While backward is in a block, when it has made so many bytes of whole gradients."""
+        held = before if sum(before.values()) else {"gradients": gradients * done / whole}
+        on_the_way = gathered + (_reduced_block(params, settings) + made.head if gathered else buffers)
+        return held | {
+            "communication": on_the_way,
+            "activations": activations,
+            "temporaries": settings.block_bytes,
+        }
+
+    shared = settings.stage == 3 and bool(gathered)  # then the root's gradients stay whole until the end
+    first = made.block + (0 if shared else made.head)
+    last = whole - made.embedding - (made.head if shared else 0)
+    after: dict[str, float] = {"gradients": gradients}
+    return {
+        "forward": in_forward,
+        "loss": in_forward | {"temporaries": settings.loss_bytes},
+        "backward": in_block(first, kept - settings.head_bytes),
+        "last block": in_block(last, settings.last_block_bytes),
+        "reduction": (after if sum(before.values()) < gradients else before)
+        | {"communication": gathered + buffers, "temporaries": made.twice},
+        "step": after | {"temporaries": _step_bytes(params, memory, settings)},
+        "sending": after | {"communication": sending},
+    }
+
+
+def _on_the_way(
+    params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings
+) -> tuple[float, float, float]:
+    """Of a rank's buffers: for gradients in backward; of gathered parameters; for new parameters."""
+    buffers = memory.communication_bytes
+    if settings.stage < 2:
+        return 0, 0, buffers
+    if settings.stage == 2:
+        return buffers, 0, 0
+    gathered = gathered_bytes(params, settings) if buffers else 0
+    return buffers - gathered, gathered, 0
+
+
+def _reduced_block(params: Sequence[ParamSpec], settings: MemorySettings) -> int:
+    """The whole gradients of the largest block, and their copy if they travel in another dtype."""
+    of_block = []
+    for unit, members in zip(unit_bytes(params, settings)[1:], blocks(params)[1:], strict=True):
+        numel = sum(params[i].numel for i in members if params[i].trainable)
+        of_block.append(unit.grads + numel * (settings.reduced_itemsize or 0))
+    return max(of_block, default=0)
+
+
+def _step_bytes(params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings) -> float:
+    """What the update needs while it lasts: of 32-bit masters beside 16-bit gradients, these in 32 bits.
+
+    A fused update needs nothing else. torch's foreach updates, its default, need a copy of one moment.
+    """
+    if not settings.masters_apart or settings.offload:
+        return 0
+    whole = whole_bytes(params, settings)
+    return whole.master and memory.master_bytes

@@ -1,0 +1,203 @@
+"""What one rank computes, and keeps for it, whatever the strategy: parameters, activations, kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zero_ref.plan.partition import ParamSpec
+from zero_ref.simulator.activations import Activations, activations
+from zero_ref.simulator.cluster import Cluster
+from zero_ref.simulator.decoders import Decoder
+from zero_ref.simulator.dispatch import SharedExperts
+from zero_ref.simulator.expert_parallel import experts_of, on_a_rank
+from zero_ref.simulator.kernels import Kernels, kernels, recomputed
+from zero_ref.simulator.layers import Sharing, is_of_experts
+from zero_ref.simulator.ledger import StateRule, state_rule
+from zero_ref.simulator.models import GPT2, Llama, ParamShape, matrices_whole, specs, trained
+from zero_ref.simulator.price import Workload
+from zero_ref.simulator.training import DTYPES, Training
+
+
+@dataclass(frozen=True)
+class RankWork(Training):
+    """The part of a `Scenario` that is the same under every strategy.
+
+    Raises:
+        ValueError: as `Scenario`.
+    """
+
+    @cached_property
+    def machine(self) -> Cluster:
+        """The cluster with its devices' peak in the dtype of the products.
+
+        >>> from zero_ref.simulator.cluster import cluster
+        >>> from zero_ref.simulator.models import MODELS
+        >>> from zero_ref.simulator.scenario import Scenario
+        >>> for options in ({}, {"dtype": "float32"}, {"dtype": "float32", "tf32": True}):
+        ...     Scenario(MODELS["gpt2"], cluster("h100-ib"), 2, **options).machine.device.tflops
+        989
+        67
+        494.5
+        """
+        device = self.cluster.device.in_dtype("tf32" if self.tf32 else self.dtype)
+        return self.cluster if device is self.cluster.device else replace(self.cluster, device=device)
+
+    @property
+    def transformer(self) -> GPT2 | Llama | Decoder | None:
+        """The architecture, if it is a transformer's."""
+        model = self.architecture
+        return model if isinstance(model, (GPT2, Llama, Decoder)) else None
+
+    @cached_property
+    def shapes(self) -> tuple[ParamShape, ...]:
+        return trained(self.architecture)
+
+    @cached_property
+    def params(self) -> list[ParamSpec]:
+        """The parameters that one rank has: of experts that ranks share, its own."""
+        params = specs(on_a_rank(self.shapes, self.expert_parallel), self.dtype)
+        return params if state_rule(self.optimizer).of_whole is None else matrices_whole(params)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the model, with all experts."""
+        return sum(shape.numel for shape in self.shapes)
+
+    @cached_property
+    def numel_of_rank(self) -> int:
+        """Elements of the parameters that one rank has."""
+        return sum(param.numel for param in self.params)
+
+    @cached_property
+    def experts(self) -> SharedExperts | None:
+        """The experts that ranks share; None if each rank has all of them."""
+        if self.expert_parallel == 1 or (model := self.transformer) is None:
+            return None
+        again = recomputed(self.checkpointing)
+        rows = max(layer.moved // 2 for layer in model.layers)  # there, and back
+        return SharedExperts(
+            self.expert_parallel,
+            self.tokens_of_pass * rows * DTYPES[self.dtype],
+            experts_of(self.shapes),
+            self.expert_load,
+            again.blocks if again.products else 0.0,
+        )
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token goes through: of experts those that it is sent to."""
+        model = self.transformer
+        return model.active if isinstance(model, Decoder) else self.numel
+
+    @property
+    def computed_on(self) -> float:
+        """Parameters that the busiest rank computes with, for each of its own tokens.
+
+        A token goes through `active`. The rank's experts get `expert_load` times the average of the rows.
+        """
+        of_experts = sum(shape.numel for shape in self.shapes if is_of_experts(shape.name))
+        return self.active + (self.active - self.numel + of_experts) * (self.expert_load - 1)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What of the model is not counted in activations and time, for people."""
+        model = self.transformer
+        return model.missing if isinstance(model, Decoder) else ()
+
+    @cached_property
+    def activations(self) -> Activations:
+        """Of one rank; not counted, and so 0, for a model that is no transformer."""
+        if (model := self.transformer) is None:
+            return Activations()
+        return activations(
+            model,
+            self.batch,
+            self.tokens_of_sequence,
+            self.checkpointing,
+            attention=self.attention,
+            itemsize=DTYPES[self.dtype],
+            compiled=self.compiled,
+            fused_loss=self.fused_loss,
+            loss_itemsize=DTYPES[self.loss_dtype],
+            expert_load=self.expert_load,
+        )
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of one rank, what forward leaves for backward."""
+        return self.activations.kept
+
+    @property
+    def attention_share(self) -> float:
+        """What attention adds to the operations of forward and backward, as a share of the parameters'.
+
+        >>> from zero_ref.simulator.cluster import cluster
+        >>> from zero_ref.simulator.models import MODELS
+        >>> from zero_ref.simulator.scenario import Scenario
+        >>> round(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 8).attention_share, 2)
+        0.27
+
+        The whole of each sequence counts, or the whole window that a block sees. Kernels that skip what a
+        causal mask hides need half: `kernels`.
+
+        Source: `calibrate.training_flops`.
+        """
+        if (model := self.transformer) is None:
+            return 0.0
+        seen = (
+            layer.number * layer.heads * (layer.head_width + layer.value_width)
+            * min(layer.window or self.tokens_of_sequence, self.tokens_of_sequence)
+            for layer in model.layers
+        )  # fmt: skip
+        return sum(seen) / self.active
+
+    @cached_property
+    def kernels(self) -> Kernels | None:
+        """What forward and backward of a micro-batch compute; None for a model that is no transformer."""
+        if (model := self.transformer) is None:
+            return None
+        return kernels(
+            model,
+            self.batch,
+            self.tokens_of_sequence,
+            self.checkpointing,
+            attention=self.attention,
+            compiled=self.compiled,
+            fused_loss=self.fused_loss,
+            itemsize=DTYPES[self.dtype],
+            sharing=Sharing(self.expert_parallel, self.expert_load),
+        )
+
+    @property
+    def workload(self) -> Workload:
+        """A step reads value, gradient and state, and writes value and state."""
+        return Workload(
+            self.tokens_of_pass,
+            recompute=self.checkpointing == "full",
+            step_bytes=self._state_itemsize * (3 + 2 * state_rule(self.optimizer).tensors),
+            attention_share=self.attention_share,
+            kernels=self.kernels,
+            active_share=self.computed_on / self.numel_of_rank,
+        )
+
+    @property
+    def state(self) -> StateRule:
+        """The optimizer's state. Beside 16-bit parameters it is in float32, with `masters` of them."""
+        rule = state_rule(self.optimizer)
+        return rule.with_master() if self._mixed else rule
+
+    @property
+    def _mixed(self) -> bool:
+        return self.masters and DTYPES[self.dtype] == 2
+
+    @property
+    def _state_itemsize(self) -> int:
+        """Bytes of an element of the state, and of parameters as local-sgd averages them."""
+        return 4 if self._mixed else DTYPES[self.dtype]
+
+    @property
+    def _tied(self) -> bool:
+        """The output head is the embedding."""
+        model = self.transformer
+        return model is not None and model.head is None and getattr(model, "tied", isinstance(model, GPT2))

@@ -1,0 +1,197 @@
+"""What is trained, on what, and how: the fields of a `Scenario`, each with what people may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated
+
+from zero_ref.plan.partition import check_world_size
+from zero_ref.simulator.activations import ATTENTION, CHECKPOINTING, kinds_apart
+from zero_ref.simulator.cluster import Cluster
+from zero_ref.simulator.expert_parallel import check_experts
+from zero_ref.simulator.ledger import STATE_RULES, state_rule
+from zero_ref.simulator.models import Architecture, trained
+from zero_ref.simulator.operations import WAYS
+from zero_ref.simulator.options import Option, check_options, explained, listed
+from zero_ref.simulator.recipe import REDUCED_IN, Recipe
+from zero_ref.simulator.schedule import MIB
+
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of an element in forward and backward. Of 16-bit parameters the optimizer keeps float32 copies."""
+
+LONGEST_SEQUENCE = 8192
+"""The most tokens in a sequence unless the caller asks for more. Models with a context of 100,000 tokens were
+trained on shorter sequences first."""
+
+MOST_PASSES = 1024
+"""The most passes of an update that a command line takes, since all of them are played."""
+
+
+# Which strategies use an option. Functions by name: a lambda inside an annotation would not see this module.
+
+
+def _buckets_by_ddp(how: Recipe, _: object) -> bool:
+    return how.stage < 2
+
+
+def _reduces_in_any_dtype(how: Recipe, _: object) -> bool:
+    return how.reduces_in_any_dtype
+
+
+def _shards_by_parameter(how: Recipe, _: object) -> bool:
+    return how.shards_by_parameter
+
+
+def _in_groups(how: Recipe, _: object) -> bool:
+    return how.in_groups
+
+
+def _gathers_ahead(how: Recipe, _: object) -> bool:
+    return how.stage == 3
+
+
+def _averages(how: Recipe, _: object) -> bool:
+    return how.averaging is not None
+
+
+def _meets_in_every_step(how: Recipe, _: object) -> bool:
+    return how.averaging is None
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, a cluster, and how the model is trained on it. `Scenario` says what the fields mean.
+
+    Raises:
+        ValueError: as `Scenario`.
+    """
+
+    architecture: Architecture
+    cluster: Cluster
+    world_size: int
+    # An entry for each option, as in a table.
+    # fmt: off
+    batch: Annotated[int, Option(
+        "sequences a rank (default: %(default)s)", metavar="B", least=1, most=10**9,
+        label="sequences of a rank", steps=(1, 2, 4, 8, 16, 32, 64), after="loss_dtype",
+    )] = 1
+    sequence: Annotated[int | None, Option(
+        "tokens in each (default: the model's, " + str(LONGEST_SEQUENCE) + " at most)", metavar="S", least=1,
+        most=10**9, label="tokens in each", steps=(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+    )] = None
+    _: KW_ONLY
+    dtype: Annotated[str, Option(
+        "of parameters and gradients: " + listed(DTYPES) + ". Of 16 bits the optimizer keeps a copy in 32 "
+        "(default: %(default)s)",
+        metavar="DTYPE", choices=DTYPES,
+    )] = "bfloat16"
+    optimizer: Annotated[str, Option(
+        listed(STATE_RULES) + " (default: %(default)s)", metavar="NAME", choices=STATE_RULES,
+    )] = "AdamW"
+    masters: Annotated[bool, Option(
+        "no 32-bit copies of 16-bit parameters: state in the parameters' own dtype",
+    )] = True
+    compiled: Annotated[bool, Option("blocks are compiled: fewer passes over memory, less is kept")] = False
+    fused_loss: Annotated[bool, Option(
+        "the cross-entropy is one kernel, which keeps no copy of the logits in 32 bits",
+    )] = False
+    loss_dtype: Annotated[str, Option(
+        "what a loss that is not fused is computed in (default: %(default)s)", metavar="DTYPE",
+        choices=DTYPES,
+    )] = "float32"
+    checkpointing: Annotated[str, Option(
+        explained(CHECKPOINTING) + " (default: %(default)s)",
+        metavar="WHAT", choices=CHECKPOINTING, label="computed again", offered=kinds_apart("fused"),
+    )] = "none"
+    attention: Annotated[str, Option(
+        explained(ATTENTION) + " (default: %(default)s)", metavar="HOW", choices=ATTENTION,
+    )] = "fused"
+    tf32: Annotated[bool, Option(
+        "products of float32 are made in TF32, as torch.set_float32_matmul_precision('high') lets them be; "
+        "torch's default makes them in float32",
+    )] = False
+    accumulation: Annotated[int, Option(
+        "forwards and backwards before an update, each of --batch sequences (default: %(default)s)",
+        metavar="N", least=1, most=MOST_PASSES,
+    )] = 1
+    way: Annotated[str, Option(
+        explained(WAYS), name="overlap", metavar="WAY", choices=WAYS, used_by=Recipe.takes_way,
+    )] = "plain"
+    bucket_bytes: Annotated[int | None, Option(
+        "of DDP's buckets (default: 25, the first 1)", name="bucket_mib", metavar="MIB", unit=MIB, above=0,
+        most=2**20, used_by=_buckets_by_ddp,
+    )] = None
+    bucket_view: Annotated[bool, Option(
+        "DDP's gradient_as_bucket_view: gradients lie in DDP's buckets, and are not kept twice",
+        used_by=_buckets_by_ddp,
+    )] = False
+    reduce_dtype: Annotated[str | None, Option(
+        "what gradients travel in: " + listed(REDUCED_IN) + " (default: --dtype)", metavar="DTYPE",
+        choices=REDUCED_IN, used_by=_reduces_in_any_dtype,
+    )] = None
+    offload: Annotated[bool, Option(
+        "masters, moments and the update are on the CPU", used_by=_shards_by_parameter,
+    )] = False
+    no_sync: Annotated[bool, Option(
+        "of zero-2 and zero-3: accumulated gradients are whole on each rank until the last backward",
+        used_by=_in_groups,
+    )] = False
+    shard_group: Annotated[int | None, Option(
+        "of zero-2 and zero-3: so many consecutive ranks share what is sharded, as a node's (default: all)",
+        metavar="N", least=1, most=2**20, used_by=_in_groups,
+    )] = None
+    prefetch: Annotated[int, Option(
+        "of zero-3 (default: %(default)s)", metavar="UNITS", least=0, most=10**6, used_by=_gathers_ahead,
+    )] = 1
+    period: Annotated[int, Option(
+        "of local-sgd: steps from one average of the parameters to the next (default: %(default)s)",
+        metavar="H", least=1, most=10**6, used_by=_averages,
+    )] = 8
+    gradient_group: Annotated[int, Option(
+        "of local-sgd: average gradients in every step over so many ranks, as of a node "
+        "(default: %(default)s)",
+        metavar="N", least=1, most=2**20, used_by=_averages,
+    )] = 1
+    expert_parallel: Annotated[int, Option(
+        "so many consecutive ranks share the experts of each block, whole ones each (default: %(default)s)",
+        metavar="N", least=1, most=2**20, used_by=_meets_in_every_step,
+    )] = 1
+    expert_load: Annotated[float, Option(
+        "rows that the experts of the busiest rank get, over the average of the ranks that share experts "
+        "(default: %(default)s)",
+        metavar="X", least=1, most=10**6, used_by=_meets_in_every_step,
+    )] = 1.0
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.tokens_of_sequence < 1:
+            raise ValueError(
+                f"batch and sequence must be at least 1, got {self.batch} and {self.tokens_of_sequence}."
+            )
+        check_options(self, but=("optimizer",))  # `state_rule` knows them
+        if self.offload and state_rule(self.optimizer).of_whole is not None:
+            raise ValueError(f"offload is for elementwise optimizers; {self.optimizer} multiplies matrices.")
+        check_world_size(self.world_size)
+        if self.expert_parallel > 1 or self.expert_load > 1:  # else shapes are not needed yet
+            shapes = trained(self.architecture)
+            check_experts(shapes, self.expert_parallel, self.expert_load, self.world_size)
+        if self.tf32 and self.dtype != "float32":
+            raise ValueError(f"tf32 is how products of float32 are made; the dtype is {self.dtype}.")
+        if self.tf32 and "tf32" not in self.cluster.device.peaks:
+            raise ValueError(f"{self.cluster.device.name}: no peak in TF32 is known.")
+
+    @property
+    def tokens_of_sequence(self) -> int:
+        if self.sequence is not None:
+            return self.sequence
+        return min(getattr(self.architecture, "positions", 1), LONGEST_SEQUENCE)
+
+    @property
+    def tokens(self) -> int:
+        """Of one rank in one iteration. An example for a model that is no transformer counts as one token."""
+        return self.accumulation * self.tokens_of_pass
+
+    @property
+    def tokens_of_pass(self) -> int:
+        """Of one rank in one forward and backward; `accumulation` of them make an iteration."""
+        return self.batch * self.tokens_of_sequence
