@@ -24,7 +24,8 @@ from zero_ref import cli
 from zero_ref.lab import elastic
 from zero_ref.lab.compare import CYCLE, ROW_NAMES
 from zero_ref.lab.config import GPTConfig, TrainConfig
-from zero_ref.lab.outcome import calls_by_group, predict
+from zero_ref.lab.expert_plan import calls_by_group
+from zero_ref.lab.outcome import predict
 from zero_ref.live.explorer import RANKS
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.plan.rules import equal_shares, even

@@ -15,16 +15,12 @@ import torch
 from zero_ref.lab import meter
 from zero_ref.lab.checkpoints import Stretch, stretches
 from zero_ref.lab.config import COMPARED, TrainConfig
+from zero_ref.lab.expert_plan import buckets_of_rank, calls_by_group, params_of_rank, shared_experts
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.placement import Placement
 from zero_ref.plan.calls import Call
-from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator import models
-from zero_ref.simulator.dispatch import SharedExperts
-from zero_ref.simulator.expert_parallel import on_a_rank
-from zero_ref.simulator.layers import ParamShape, is_of_experts
 from zero_ref.simulator.ledger import MIXED_16, Convention, itemsize_of, ledger
-from zero_ref.simulator.operations import Operation
 from zero_ref.simulator.options import values_of
 from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 
@@ -54,65 +50,6 @@ def predict(config: TrainConfig, world_size: int, *, side_stream: bool = False) 
         side_stream=side_stream,
         experts=experts,
     )
-
-
-def shared_experts(config: TrainConfig) -> SharedExperts | None:
-    """The experts that ranks share, and the rows that travel; None if every rank has all."""
-    model = config.model
-    if config.expert_parallel == 1:
-        return None
-    rows = config.batch_size * model.context * model.active_experts
-    return SharedExperts(config.expert_parallel, rows * model.width * itemsize_of(model.dtype), model.experts)
-
-
-def params_of_rank(params: Sequence[ParamSpec], expert_parallel: int) -> list[ParamSpec]:
-    """The parameters with as many experts as one rank has.
-
-    >>> params_of_rank([ParamSpec(12, name="0.experts.up", shape=(4, 3))], 2)[0].shape
-    (2, 3)
-    """
-    shapes = on_a_rank([ParamShape(param.name, param.shape) for param in params], expert_parallel)
-    return [param._replace(numel=of.numel, shape=of.shape) for param, of in zip(params, shapes, strict=True)]
-
-
-def buckets_of_rank(params: Sequence[ParamSpec], order: Sequence[int]) -> list[list[int]]:
-    """DDP's buckets of all parameters but experts, and each experts' gradient by itself.
-
-    They are in the order in which backward completes them, as `AveragedGradients` and DDP reduce them.
-
-    Args:
-        order: the parameters in the order in which backward completes their gradients.
-    """
-    dense = [number for number, param in enumerate(params) if not is_of_experts(param.name)]
-    among_dense = {number: place for place, number in enumerate(dense)}
-    found = ddp_buckets(
-        [params[number] for number in dense],
-        [among_dense[number] for number in order if number in among_dense],
-    )
-    buckets = [[dense[place] for place in bucket] for bucket in found]
-    buckets += [[number] for number in order if number not in among_dense]
-    when = {number: place for place, number in enumerate(order)}
-    return sorted(buckets, key=lambda bucket: max(when[number] for number in bucket))
-
-
-def calls_by_group(plan: Schedule, rank: int, experts_on: int) -> list[Call]:
-    """The calls of one rank as `Spread.recording` lists them: group by group.
-
-    First those of the ranks that share experts, then those of all ranks, then those of the ranks that have
-    the same experts. Within a group they are in the order of the plan.
-
-    Args:
-        experts_on: so many ranks share the experts.
-    """
-
-    def group_of(one: Operation) -> int:
-        return 0 if one.op == "all_to_all" else 1 if one.stride == 1 else 2
-
-    return [
-        call
-        for one in sorted((one for one in plan.operations if one.op), key=group_of)
-        for call in one.calls_of(rank if group_of(one) < 2 else rank // experts_on, plan.world_size)
-    ]
 
 
 class Measured(NamedTuple):
@@ -245,7 +182,12 @@ def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -
     """
     times = [max(at_step) for at_step in zip(*(rank.step_ms for rank in measured), strict=True)]
     first = measured[0]
-    planned = [_planned(config, plan, rank) for rank in range(len(measured))]
+    planned = [
+        plan.calls_of(rank)
+        if config.expert_parallel == 1
+        else tuple(calls_by_group(plan, rank, config.expert_parallel))
+        for rank in range(len(measured))
+    ]
     planned_bytes = map(sum, zip(plan.parameter_bytes, plan.left_gradient_bytes, plan.state_bytes))
     numel, own = config.model.numel, config.is_own
     assert first.held_out_loss is not None
@@ -281,13 +223,6 @@ def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -
         ran=stretches(config.checkpoint_dir) if config.checkpoint_dir else [],
         **(_of_experts(planned, measured) if config.expert_parallel > 1 else {}),
     )
-
-
-def _planned(config: TrainConfig, plan: Schedule, rank: int) -> tuple[Call, ...]:
-    """The calls of one rank in the order in which it lists those that it makes."""
-    if config.expert_parallel == 1:
-        return plan.calls_of(rank)
-    return tuple(calls_by_group(plan, rank, config.expert_parallel))
 
 
 def _of_experts(planned: Sequence[Sequence[Call]], measured: Sequence[Measured]) -> dict[str, Any]:
