@@ -73,7 +73,7 @@ NOT_FOR_READERS = {
     "zero_ref.lab.compare": {"ProgressFile"},
     "zero_ref.lab.outcome": {"as_json", "environment"},
     "zero_ref.lab.step_times": {"Loop"},
-    "zero_ref.lab.dry_run": {"TrainScenario", "print_prediction"},
+    "zero_ref.lab.dry_run": {"GPTWithExperts", "TrainScenario", "architecture_of", "print_prediction"},
     "zero_ref.lab.logs": {"JsonLines", "Log", "Plain", "RunLog", "TensorBoard"},
     "zero_ref.lab.settings": {"as_toml", "read_settings", "settings_of"},
     "zero_ref.lab.simulated": {
@@ -82,12 +82,16 @@ NOT_FOR_READERS = {
     "zero_ref.lab.searched": {"as_json", "print_found"},
     "zero_ref.lab.config": {
         *("add_run_arguments", "add_demo_arguments", "check_memory", "config_for", "config_from"),
-        *("keeps_masters", "least_bytes", "shard_saves", "strategies_of"),
+        *("check_spread", "keeps_masters", "least_bytes", "shard_saves", "strategies_of"),
     },
     "zero_ref.lab.own": {"OwnLoop", "OwnTrainable"},
     "zero_ref.lab.source": {"Source", "without_docstrings"},
     "zero_ref.lab.stage_3": {"load_whole", "shard", "whole"},
     "zero_ref.lab.strategies": {"BehindAStep", "Observed", "Sharded"},
+    "zero_ref.lab.expert_parallel": {"SpreadAndSharded"},
+    "zero_ref.lab.expert_plan": {
+        *("buckets_of_rank", "calls_by_group", "params_of_rank", "shared_experts"),
+    },
     "zero_ref.lab.meter": {"gather_from_ranks", "loopback_is_private", "memory_of", "raise_loopback"},
     "zero_ref.lab.model": {"Attention", "Block"},
     "zero_ref.lab.train": {

@@ -24,6 +24,7 @@ from zero_ref import cli
 from zero_ref.lab import elastic
 from zero_ref.lab.compare import CYCLE, ROW_NAMES
 from zero_ref.lab.config import GPTConfig, TrainConfig
+from zero_ref.lab.expert_plan import calls_by_group
 from zero_ref.lab.outcome import predict
 from zero_ref.live.explorer import RANKS
 from zero_ref.plan.partition import ParamSpec
@@ -216,6 +217,21 @@ def test_running_says_what_a_step_moves() -> None:
     said = text_of("book/running.md")
     assert "28 bytes a parameter in float32; with 32-bit masters of bfloat16 40, of which one" in said
     assert "one kernel could save 10" in said
+
+
+def test_running_prints_what_is_predicted_of_experts_on_several_ranks() -> None:
+    page = text_of("book/running.md")
+    for strategy in ("ddp", "zero-even", "zero-2", "zero-3"):
+        config = TrainConfig(strategy, model=GPTConfig(experts=4), expert_parallel=2)
+        plan = predict(config, 4)
+        calls = [calls_by_group(plan, rank, experts_on=2) for rank in range(4)]
+        values = [getattr(plan, quantity) for quantity in list(ROW_NAMES)[:3]]
+        values += [max(map(len, calls)), max(sum(call.nbytes for call in of_rank) for of_rank in calls)]
+        printed = [str(value) if value < 1000 else f"{value / 1e6:.3f}" for value in values]
+        assert f" {strategy} {' '.join(printed)} " in page, printed
+        sent = [call.nbytes for call in calls[0] if call.op == "all_to_all"]
+        assert (len(sent), f"{sum(sent) / 1e6:.3f}") == (20, "8.389")
+    assert "20 calls and 8.389 MB of this are the all-to-alls" in page
 
 
 def test_running_names_the_chapters_that_ask_for_gloo() -> None:

@@ -194,6 +194,8 @@ CHAPTER_OF = {
     "zero_ref.lab.step_times": 16,
     "zero_ref.lab.plots": None,
     "zero_ref.lab.own": None,
+    "zero_ref.lab.experts": None,
+    "zero_ref.lab.expert_parallel": None,
     "zero_ref.lab.stairs": None,
     "zero_ref_course": None,
     "zero_ref_course.rungs": None,
