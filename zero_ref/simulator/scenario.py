@@ -348,7 +348,7 @@ class SimulatedRun:
     def shortfall(self) -> Shortfall | None:
         """Why the fullest rank holds more than 1/N of everything; None for a strategy without owners."""
         owned = self.scenario.partition(self.strategy)
-        if not isinstance(owned, Partition):
+        if owned is None:
             return None
         settings = self.scenario.settings(self.strategy)
         return why_not_smaller(
