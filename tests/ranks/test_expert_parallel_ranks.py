@@ -169,6 +169,14 @@ def test_every_call_and_byte_is_as_predicted(
     assert 1 <= result.expert_load <= expert_parallel
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero-even", "zero-2", "zero-3", "local-sgd"])
+def test_with_all_experts_on_every_rank_any_strategy_is_as_predicted(strategy: str) -> None:
+    config = replace(SMALL, strategy=strategy, steps=12, model=replace(MODEL, experts=5, active_experts=3))
+    result = outcome(config, predict(config, 2), ranks.run(train, 2, config))
+    assert result.as_predicted, problems([result])
+    assert (result.all_to_alls, result.expert_load) == (None, None)
+
+
 def test_a_prediction_for_other_experts_is_told_from_the_run() -> None:
     config = replace(SMALL, strategy="zero-even", expert_parallel=2)
     measured = ranks.run(train, 4, config)
