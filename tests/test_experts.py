@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -10,9 +11,12 @@ from torch.nn import functional
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
-from zero_ref.lab.config import GPTConfig
+from zero_ref.lab.config import GPTConfig, TrainConfig
+from zero_ref.lab.expert_plan import calls_by_group
 from zero_ref.lab.experts import Experts, Mixture, all_to_all
+from zero_ref.lab.meter import HeldBytes
 from zero_ref.lab.model import GPT
+from zero_ref.lab.outcome import Measured, outcome, predict
 from zero_ref.plan.calls import Call
 from zero_ref.simulator.layers import is_of_experts
 
@@ -152,3 +156,16 @@ def test_more_active_experts_than_there_are_are_refused() -> None:
     with pytest.raises(ValueError, match="a token cannot go to 2 of 1 experts: choose active_experts from 1"):
         GPTConfig(experts=1)
     assert GPTConfig(experts=1, active_experts=1).numel == GPTConfig(experts=1, active_experts=1).active_numel
+
+
+def test_the_load_is_that_of_the_busiest_rank_of_each_block() -> None:
+    config = TrainConfig("ddp", model=replace(CONFIG, layers=2), expert_parallel=2)
+    plan = predict(config, 2)
+    held = HeldBytes(plan.parameter_bytes[0], plan.gradient_bytes[0], plan.state_bytes[0])
+    measured = [
+        Measured(calls_by_group(plan, rank, 2), held, [1.0], 1.0, [1.0], expert_rows=rows)
+        for rank, rows in enumerate([(30, 10), (10, 30)])
+    ]
+    result = outcome(config, plan, measured)
+    assert result.as_predicted
+    assert result.expert_load == 60 / 40, "each rank has as many rows, and each block waits for one of them"

@@ -22,6 +22,7 @@ from zero_ref.lab.outcome import outcome, predict, problems
 from zero_ref.lab.train import train
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.simulator.layers import is_of_experts
+from zero_ref.simulator.recipe import RECIPES
 
 pytestmark = pytest.mark.ranks
 
@@ -85,7 +86,9 @@ def on_one(world_size: int, limit: float) -> tuple[dict[str, torch.Tensor], list
     return gradients, losses, norms
 
 
-@pytest.mark.parametrize(("world_size", "expert_parallel"), WHERE)
+@pytest.mark.parametrize(
+    ("world_size", "expert_parallel"), [*WHERE[:2], pytest.param(*WHERE[2], marks=pytest.mark.thorough)]
+)
 def test_experts_on_several_ranks_get_the_gradients_of_all_experts_on_one(
     world_size: int, expert_parallel: int
 ) -> None:
@@ -108,7 +111,9 @@ def test_one_norm_of_the_dense_parameters_and_of_all_experts_clips_both(strategy
         assert one.losses == pytest.approx([of_rank[rank] for of_rank in losses], rel=1e-5)
 
 
-@pytest.mark.parametrize(("world_size", "expert_parallel"), WHERE)
+@pytest.mark.parametrize(
+    ("world_size", "expert_parallel"), [*WHERE[:2], pytest.param(*WHERE[2], marks=pytest.mark.thorough)]
+)
 def test_spread_under_any_strategy_the_model_ends_the_same(world_size: int, expert_parallel: int) -> None:
     spread_out = {
         strategy: ranks.run(
@@ -125,7 +130,7 @@ def test_spread_under_any_strategy_the_model_ends_the_same(world_size: int, expe
     # adds its own tokens first.
     others = [losses["zero-2"][0], losses["zero-3"][0], all_here]
     assert others == pytest.approx([losses["ddp"][0]] * 3, rel=1e-5)
-    rows = [rank.expert_rows for rank in spread_out["ddp"]]
+    rows = [sum(rank.expert_rows) for rank in spread_out["ddp"]]
     assert sum(rows) == world_size * 2 * MODEL.context * MODEL.active_experts * MODEL.layers
     assert len(set(rows)) > 1, "the router sends some ranks more rows than others, and drops none"
 
@@ -167,6 +172,24 @@ def test_every_call_and_byte_is_as_predicted(
     assert result.all_to_all_bytes.measured == model.layers * (8 * model.experts + 4 * rows)
     assert result.expert_load is not None
     assert 1 <= result.expert_load <= expert_parallel
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("zero-2", "zero-3"),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in RECIPES
+            if name not in ("zero-2", "zero-3")
+        ),
+    ],
+)
+def test_with_all_experts_on_every_rank_any_strategy_is_as_predicted(strategy: str) -> None:
+    config = replace(SMALL, strategy=strategy, steps=12, model=replace(MODEL, experts=5, active_experts=3))
+    result = outcome(config, predict(config, 2), ranks.run(train, 2, config))
+    assert result.as_predicted, problems([result])
+    assert (result.all_to_alls, result.expert_load) == (None, None)
 
 
 def test_a_prediction_for_other_experts_is_told_from_the_run() -> None:

@@ -76,8 +76,8 @@ class Spread(Trainable):
             of_each.append(held_bytes(params, optimizer))
         return meter.HeldBytes(*map(sum, zip(*of_each)))
 
-    def expert_rows(self) -> int:
-        return sum(one.rows for one in self.model.modules() if isinstance(one, Experts))
+    def expert_rows(self) -> tuple[int, ...]:
+        return tuple(one.rows for one in self.model.modules() if isinstance(one, Experts))
 
 
 class SpreadAndSharded(Spread):

@@ -63,7 +63,8 @@ class Measured(NamedTuple):
         held_out_loss: after the last step, on text that was not trained on; on rank 0 at least.
         step_ms: of each step done in this run.
         cuts_by_itself: the reader's own optimizer has cut the parameters, by a rule of its own.
-        expert_rows: that the experts of this rank have computed in the last step, where experts are spread.
+        expert_rows: that this rank's experts have computed in the last step, in each block, where experts are
+            spread.
     """
 
     calls: list[Call]
@@ -72,7 +73,7 @@ class Measured(NamedTuple):
     held_out_loss: float | None
     step_ms: list[float]
     cuts_by_itself: bool = False
-    expert_rows: int = 0
+    expert_rows: tuple[int, ...] = ()
 
 
 class Pair(NamedTuple):
@@ -109,8 +110,8 @@ class Outcome:
         ledger_bytes: the same by `simulator.ledger.ledger`, on average over the ranks.
         all_to_alls, all_to_all_bytes: those of the calls and of their payload that bring rows to experts and
             back; None where experts are not spread over ranks.
-        expert_load: rows that the experts of the busiest rank computed in the last step, over the average of
-            all ranks; None likewise.
+        expert_load: rows of the busiest rank in the last step, over the average of all ranks; the mean over
+            blocks, each of which waits for a busiest rank of its own; None likewise.
         loss_tolerance: relative, between this loss and that of DDP; None where another model is trained.
         ran: of a directory of saves: which steps were trained on how many ranks, repeated ones too.
     """
@@ -231,11 +232,12 @@ def _of_experts(planned: Sequence[Sequence[Call]], measured: Sequence[Measured])
         [[call for call in calls if call.op == "all_to_all"] for calls in of_ranks]
         for of_ranks in (planned, [rank.calls for rank in measured])
     ]
-    rows = [rank.expert_rows for rank in measured]
+    busiest = map(max, zip(*(rank.expert_rows for rank in measured)))
+    average = sum(sum(rank.expert_rows) for rank in measured) / len(measured)
     return {
         "all_to_alls": Pair(*(max(map(len, of_ranks)) for of_ranks in sent)),
         "all_to_all_bytes": Pair(*(max(map(_payload, of_ranks)) for of_ranks in sent)),
-        "expert_load": max(rows) * len(rows) / sum(rows),
+        "expert_load": sum(busiest) / average,
     }
 
 

@@ -70,9 +70,9 @@ class Trainable:
         """What this rank holds between iterations."""
         return meter.held_bytes(self.model.parameters(), self.optimizer)
 
-    def expert_rows(self) -> int:
-        """How many rows this rank's experts have computed in the last forward; 0 if they are not spread."""
-        return 0
+    def expert_rows(self) -> tuple[int, ...]:
+        """Rows that this rank's experts computed in the last forward, in each block where they are spread."""
+        return ()
 
     def passing(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         """A forward and backward, one of several before an update, happens in this, and reduces or not."""
