@@ -34,7 +34,7 @@ def test_the_form_on_the_page_is_scored(tmp_path: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert printed.startswith("report-8b-16, of source report, which would be for testing only\n")
     assert re.search(r"time, tokens/s a GPU: reported 5,700, predicted [\d,]+, interval [\d,]+ to ", printed)
-    assert re.search(r"memory, GiB: reported 66.0, predicted [\d.]+, .*\(inside\), error [+-]\d+%", printed)
+    assert re.search(r"memory, GiB: reported 66.0, predicted [\d.]+, .*\), error [+-]\d+%", printed)
     of_time, of_memory = re.findall(r"these changes nothing: (.*)", printed)
     assert "device.allocator_share" in of_time
     assert "device.reached" in of_memory

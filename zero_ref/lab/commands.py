@@ -68,6 +68,8 @@ def _trained(scenario: Scenario, strategy: str) -> TrainConfig | None:
         and scenario.checkpointing in ("none", "selective")
         and scenario.attention == "fused"
         and scenario.autocast is None
+        and not scenario.fp8
+        and scenario.gradient_dtype in (None, scenario.dtype)
         and scenario.accumulation == 1
         and not scenario.offload
         and (scenario.shard_group is None or recipe(strategy).without_ddp)
@@ -109,6 +111,10 @@ def program(scenario: Scenario, strategy: str) -> list[str] | None:
     if not runs or strategy not in _LINES:
         return None
     lines = ["import torch", *_LINES[strategy](scenario), *_accumulating(scenario, strategy)]
+    if scenario.gradient_dtype not in (None, scenario.dtype):
+        lines.append(f"# the loop adds gradients up in torch.{scenario.gradient_dtype}")
+    if scenario.fp8:
+        lines.append("# before it is wrapped: torchao.float8.convert_to_float8_training(model)")
     if scenario.autocast:
         lines.append(f'# model and loss: with torch.autocast("cuda", torch.{scenario.autocast})')
     return lines

@@ -29,12 +29,16 @@ class Product(NamedTuple):
     >>> one = Product(8192, 4096, 14336)
     >>> one.flops / 1e9, one.nbytes(itemsize=2) / 1e6
     (962.072674304, 419.4304)
+
+    Args:
+        fp8: both matrices are of 8 bits, and the result is not.
     """
 
     m: int
     k: int
     n: int
     times: float = 1.0
+    fp8: bool = False
 
     @property
     def flops(self) -> float:
@@ -43,7 +47,8 @@ class Product(NamedTuple):
 
     def nbytes(self, itemsize: int) -> float:
         """Read and written at the least: both matrices and the result, once."""
-        return float(itemsize) * (self.m * self.k + self.k * self.n + self.m * self.n) * self.times
+        operands = (1 if self.fp8 else itemsize) * (self.m * self.k + self.k * self.n)
+        return float(operands + itemsize * self.m * self.n) * self.times
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,11 @@ class Pass:
 
     def parts_ms(self, device: Device) -> dict[str, float]:
         """The same, by what limits the kernels."""
-        products = (device.product_ms(one.flops, one.nbytes(self.itemsize)) for one in self.products)
+        in_8_bits = device.in_dtype("fp8")
+        products = (
+            (in_8_bits if one.fp8 else device).product_ms(one.flops, one.nbytes(self.itemsize))
+            for one in self.products
+        )
         return {
             "matrix products": sum(products),
             "attention": device.attention_ms(self.attention_flops),
@@ -104,11 +113,11 @@ class Pass:
 
     def plus(self, other: Pass) -> Pass:
         """Both, one after the other."""
-        counts = defaultdict[tuple[int, int, int], float](float)
-        for m, k, n, times in (*self.products, *other.products):
-            counts[m, k, n] += times
+        counts = defaultdict[Product, float](float)
+        for one in (*self.products, *other.products):
+            counts[one._replace(times=1.0)] += one.times
         return Pass(
-            tuple(Product(*lengths, times) for lengths, times in counts.items()),
+            tuple(one._replace(times=times) for one, times in counts.items()),
             self.attention_flops + other.attention_flops,
             self.touched_bytes + other.touched_bytes,
             self.itemsize,
@@ -322,6 +331,7 @@ def kernels(
     fused_loss: bool = False,
     itemsize: int = 2,
     autocast: bool = False,
+    fp8: bool = False,
     sharing: Sharing = ALONE,
 ) -> Kernels:
     """The kernels of forward and backward on `batch` sequences.
@@ -343,6 +353,7 @@ def kernels(
         fused_loss: those of the loss are.
         itemsize: bytes of an element.
         autocast: parameters and stream are in 32 bits, and cast for each product; gradients are cast back.
+        fp8: products of blocks are of FP8, to which each casts both of its operands. The head is not.
         sharing: of experts among ranks, of which these are the kernels of the busiest. It has fewer experts,
             each with the rows of more tokens.
     Raises:
@@ -355,7 +366,8 @@ def kernels(
     scale = itemsize / 2
 
     def products(of: Callable[[Layer], Iterable[Matrix]]) -> Pass:
-        return Pass(_products(architecture, tokens, of, sharing), 0.0, 0.0, itemsize)
+        made = _products(architecture, tokens, of, sharing)
+        return Pass(tuple(one._replace(fp8=fp8) for one in made), 0.0, 0.0, itemsize)
 
     matrices = products(lambda layer: layer.products)
     fused = attention == "fused"
@@ -373,6 +385,10 @@ def kernels(
         computed_again = computed_again.plus(of_experts.times(1 - again.products))
     back = matrices.times(2).plus(attended_back).touching(scale * tokens * depth * of_block.backward + casts)
     back = back.plus(computed_again)
+    if fp8:
+        forward, backward = _casts_to_fp8(architecture, tokens, sharing, compiled)
+        others = others.touching(forward)
+        back = back.touching(backward + forward * again.products * again.blocks)
 
     product = Product(tokens, architecture.width, outputs, float(outputs > 0))
     of_head, of_loss = (
@@ -385,21 +401,49 @@ def kernels(
     return Kernels(others.plus(attended).plus(head), back, numel)
 
 
+def _casts_to_fp8(
+    architecture: Transformer, tokens: int, sharing: Sharing, compiled: bool
+) -> tuple[float, float]:
+    """Bytes that casts to FP8 read and write in forward and in backward of all blocks.
+
+    Each of the three products of a weight casts its two operands: input and weight; gradient and weight;
+    gradient and input. A cast reads an operand for its largest element, which a compiler does where the
+    operand is made, and again to write it.
+
+    Source: torchao's float8 with dynamic scales (torchao/float8/float8_linear.py), which keeps operands as
+    they are and casts them anew in backward.
+    """
+    of_operand, forward, backward = 3 if compiled else 5, 0, 0
+    for layer in architecture.layers:
+        for one in layer.products:
+            rows, copies = _rows_and_copies(one, tokens, sharing)
+            weight = one.inputs * one.outputs
+            forward += layer.number * copies * (rows * one.inputs + weight)
+            backward += layer.number * copies * (rows * (one.inputs + 2 * one.outputs) + weight)
+    return of_operand * forward, of_operand * backward
+
+
 def _products(
     architecture: Transformer, tokens: int, of: Callable[[Layer], Iterable[Matrix]], sharing: Sharing
 ) -> tuple[Product, ...]:
-    """The products of some weights of all blocks. An expert has its share of the tokens.
-
-    Of experts that ranks share, a rank has its own, each with rows of the tokens of all of these ranks.
-    """
+    """The products of some weights of all blocks."""
     times = Counter[tuple[int, int, int]]()
     for layer in architecture.layers:
         for one in of(layer):
             short, long = sorted((one.inputs, one.outputs))
-            ranks, load = sharing if one.copies > 1 else ALONE
-            rows = max(1, round(one.share * tokens * ranks * load))
-            times[rows, short, long] += one.copies // ranks * layer.number
+            rows, copies = _rows_and_copies(one, tokens, sharing)
+            times[rows, short, long] += copies * layer.number
     return tuple(Product(*lengths, count) for lengths, count in times.items())
+
+
+def _rows_and_copies(one: Matrix, tokens: int, sharing: Sharing) -> tuple[int, int]:
+    """The rows that a weight is multiplied with, and how many such weights a rank has.
+
+    An expert has its share of the tokens. Of experts that ranks share, a rank has its own, each with rows of
+    the tokens of all of these ranks.
+    """
+    ranks, load = sharing if one.copies > 1 else ALONE
+    return max(1, round(one.share * tokens * ranks * load)), one.copies // ranks
 
 
 def recomputed(checkpointing: str) -> Recomputed:

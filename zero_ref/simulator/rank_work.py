@@ -177,6 +177,7 @@ class RankWork(Training):
             fused_loss=self.fused_loss,
             itemsize=DTYPES[self.computed_in],
             autocast=self.autocast is not None,
+            fp8=self.fp8,
             sharing=self.sharing,
         )
 
@@ -186,21 +187,33 @@ class RankWork(Training):
         return Workload(
             self.tokens_of_pass,
             recompute=self.checkpointing == "full",
-            step_bytes=self._step_bytes,
+            step_bytes=self.step_bytes(DTYPES[self.gradient_dtype or self.dtype]),
             attention_share=self.attention_share,
             kernels=self.kernels,
             active_share=self.computed_on / self.numel_of_rank,
         )
 
-    @property
-    def _step_bytes(self) -> int:
-        """Bytes that an update reads and writes for each element.
+    def step_bytes(self, gradient_itemsize: int) -> int:
+        """Bytes that an update reads and writes for each element, given those of an element of the gradients.
 
-        A fused one beside 16-bit parameters reads their gradients and writes them itself. Else gradients are
-        first converted to 32 bits, and parameters from them at the end: 6 bytes each.
+        >>> from zero_ref.simulator.cluster import cluster
+        >>> from zero_ref.simulator.models import MODELS
+        >>> from zero_ref.simulator.scenario import Scenario
+        >>> scenario = Scenario(MODELS["gpt2"], cluster("h100-ib"), 2)
+        >>> scenario.step_bytes(2), scenario.step_bytes(4)
+        (28, 30)
+
+        A fused one beside 32-bit masters reads gradients as they are, and writes 16-bit parameters beside
+        the masters. Else gradients are first converted to 32 bits, and parameters from them at the end: 6
+        bytes each.
         """
-        converted = 12 if self._mixed and self.update != "fused" else 0
-        return self._state_itemsize * update_kernels(self.optimizer, self.update).touched + converted
+        itemsize = DTYPES[self.dtype]
+        of_kernels = self._state_itemsize * update_kernels(self.optimizer, self.update).touched
+        if not self._mixed:
+            return of_kernels + gradient_itemsize - itemsize
+        if self.update == "fused":
+            return of_kernels + gradient_itemsize - 4 + itemsize
+        return of_kernels + (6 if gradient_itemsize == itemsize else 0) + 6
 
     @property
     def state(self) -> StateRule:

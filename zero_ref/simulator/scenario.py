@@ -16,7 +16,7 @@ from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.partition import Partition
 from zero_ref.simulator.expert_parallel import parts_of
 from zero_ref.simulator.groups import Part, SplitOwners, owners_of, split
-from zero_ref.simulator.ledger import nbytes_of
+from zero_ref.simulator.ledger import Convention, nbytes_of
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
 from zero_ref.simulator.models import blocks
 from zero_ref.simulator.options import used_values
@@ -109,18 +109,26 @@ class Scenario(RankWork):
         converted first. Gradients are copied into buckets, or flat tensors, before. Stage 3 gathers
         parameters in forward and again in backward.
         """
-        itemsize, usual, workload = DTYPES[self.dtype], recipe(strategy), self.workload
+        itemsize, usual = DTYPES[self.dtype], recipe(strategy)
+        of_gradient = self.gradient_itemsize(strategy)
+        workload = replace(self.workload, step_bytes=self.step_bytes(of_gradient))
         if self.recipe(strategy).offload:  # a gradient goes to the CPU and a parameter comes back
-            workload = replace(workload, offload_bytes=(itemsize, itemsize))
+            workload = replace(workload, offload_bytes=(of_gradient, itemsize))
+        # A gradient is copied to its bucket, or added to what is kept in 32 bits, which is read and written.
+        copied = 2 * itemsize if of_gradient == itemsize else itemsize + 2 * of_gradient
         if self.world_size == 1:
-            return workload
-        reduced = DTYPES[self.reduce_dtype or self.dtype]
+            return workload if of_gradient == itemsize else replace(workload, moved_bytes=(0, copied))
+        reduced = DTYPES[self.reduce_dtype] if self.reduce_dtype else of_gradient
         gathered = 2 * itemsize if usual.stage == 3 else 0
-        copied = 2 * itemsize + (itemsize + reduced if reduced != itemsize else 0)
+        copied += of_gradient + reduced if reduced != of_gradient else 0
         sent = (
             2 * reduced * (2 if usual.stage < 2 else 1)
         )  # an all-reduce sends, and receives, everything twice
         return replace(workload, moved_bytes=(gathered, gathered + copied + sent))
+
+    def gradient_itemsize(self, strategy: str) -> int:
+        """Bytes of an element of the gradients that a strategy keeps."""
+        return DTYPES[used_values(self, recipe(strategy))["gradient_dtype"] or self.dtype]
 
     @property
     def averaging(self) -> AveragingSchedule:
@@ -147,6 +155,7 @@ class Scenario(RankWork):
         """The strategy's recipe, changed as the scenario says, where the strategy can be."""
         usual = recipe(strategy)
         used = used_values(self, usual)
+        used["reduce_dtype"] = used["reduce_dtype"] or used["gradient_dtype"]
         axes = ("way", "shard_group", "prefetch", "no_sync", "reduce_dtype", "offload")
         return recipe(
             usual,
@@ -168,13 +177,17 @@ class Scenario(RankWork):
             plans = split(partition, self.world_size).gradient_plans(self.params)
             buckets = [plan.starts for plan, _ in plans]
         bucket_bytes = [sum(nbytes_of(self.params[number]) for number in bucket) for bucket in buckets]
+        itemsize, of_gradient = DTYPES[self.dtype], self.gradient_itemsize(strategy)
+        if usual.without_ddp:  # two of gradients
+            bucket_bytes = [2 * nbytes * of_gradient // itemsize for nbytes in bucket_bytes]
+        reduced = of_gradient if how.reduce_dtype is None else DTYPES[how.reduce_dtype]
         return MemorySettings(
             usual.stage,
-            convention="mixed-16" if self._mixed else None,
+            convention=self._convention(of_gradient),
             optimizer=self.optimizer,
             update=self.update,
             gradient_as_bucket_view=self.bucket_view,
-            bucket_bytes=max(bucket_bytes, default=0) * (2 if usual.without_ddp else 1),
+            bucket_bytes=max(bucket_bytes, default=0),
             gathered_units=1 + self.prefetch,
             flat=usual.flat,
             activation_bytes=found.kept,
@@ -187,10 +200,19 @@ class Scenario(RankWork):
             tied=self._tied,
             accumulates=how.accumulation > 1,
             no_sync=how.no_sync,
-            reduced_itemsize=None if how.reduce_dtype is None else DTYPES[how.reduce_dtype],
-            masters_apart=self._mixed and usual.stage < 3,
+            reduced_itemsize=None if reduced == of_gradient else reduced,
+            masters_apart=self._mixed and usual.stage < 3 and of_gradient == itemsize,
             offload=how.offload,
         )
+
+    def _convention(self, gradient_itemsize: int) -> str | Convention | None:
+        """Bytes of an element of each part of the state; None for those of the parameters' dtype."""
+        if self._mixed:
+            return "mixed-16" if gradient_itemsize == 2 else "fp32-grads-18"
+        itemsize = DTYPES[self.dtype]
+        if gradient_itemsize == itemsize:
+            return None
+        return Convention(itemsize, gradient_itemsize, 2 * itemsize, moment=itemsize)
 
     def memory(self, strategy: str, schedule: Schedule) -> tuple[Memory, ...]:
         """What lies on each rank under a strategy, given its schedule."""
@@ -227,7 +249,9 @@ class Scenario(RankWork):
         whole = average_memory(self.params, 1, settings)
         numel_of_rank = dict(schedule.operations[-1].shares or ())
         numels = (numel_of_rank.get(rank, 0) for rank in range(self.world_size))
-        held = list(zip(schedule.parameter_bytes, schedule.gradient_bytes, numels, strict=True))
+        wider = self.gradient_itemsize(strategy) // DTYPES[self.dtype]
+        gradient_bytes_of_rank = (wider * nbytes for nbytes in schedule.gradient_bytes)
+        held = list(zip(schedule.parameter_bytes, gradient_bytes_of_rank, numels, strict=True))
         memory_of = {  # most ranks hold as much as others
             (parameter_bytes, gradient_bytes, numel): replace(
                 average,
@@ -316,12 +340,15 @@ class SimulatedRun:
         stay = settings.gradients_stay
         sending = held.phase_bytes["sending"] - held.state_bytes - held.gradient_bytes
         step = held.phase_bytes["step"] - held.state_bytes - held.gradient_bytes
-        return self.played.memory_by_kind(
+        in_buckets = round(held.gradient_bucket_bytes + (held.gradient_bytes if stay else 0))
+        # Operations make gradients in the parameters' dtype.
+        wider = self.scenario.gradient_itemsize(self.strategy) // DTYPES[self.scenario.dtype]
+        curve = self.played.memory_by_kind(
             rank,
             {
                 "parameters": round(held.parameter_bytes + held.padding_bytes),
                 "optimizer state": round(held.master_bytes + held.moment_bytes + held.scalar_bytes),
-                "gradients": round(held.gradient_bucket_bytes + (held.gradient_bytes if stay else 0)),
+                "gradients": in_buckets,
             },
             gradients_stay=stay,
             head_bytes=settings.head_bytes,
@@ -333,6 +360,12 @@ class SimulatedRun:
                 "average": round(sending),
             },
         )
+        if wider == 1:
+            return curve
+        return [
+            (ms, of_kind | {"gradients": in_buckets + wider * (of_kind.get("gradients", 0) - in_buckets)})
+            for ms, of_kind in curve
+        ]
 
     @property
     def fits(self) -> bool | None:

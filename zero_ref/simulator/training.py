@@ -9,6 +9,7 @@ from zero_ref.plan.partition import check_world_size
 from zero_ref.simulator.activations import ATTENTION, CHECKPOINTING, kinds_apart
 from zero_ref.simulator.autocast import AUTOCAST
 from zero_ref.simulator.cluster import Cluster
+from zero_ref.simulator.devices import DEVICES
 from zero_ref.simulator.expert_parallel import check_experts
 from zero_ref.simulator.ledger import STATE_RULES, state_rule
 from zero_ref.simulator.models import Architecture, trained
@@ -129,6 +130,9 @@ class Training:
         "products of float32 are made in TF32, as torch.set_float32_matmul_precision('high') lets them be; "
         "torch's default makes them in float32",
     )] = False
+    fp8: Annotated[bool, Option(
+        "products of blocks are made in FP8, as by torchao: operands are cast for each, and kept in 16 bits",
+    )] = False
     accumulation: Annotated[int, Option(
         "forwards and backwards before an update, each of --batch sequences (default: %(default)s)",
         metavar="N", least=1, most=MOST_PASSES,
@@ -148,8 +152,12 @@ class Training:
         "gradients are reduced where they lie, by the program itself: no buckets of DDP",
         used_by=_buckets_by_ddp,
     )] = False
+    gradient_dtype: Annotated[str | None, Option(
+        "what gradients are added up and kept in: float32 beside 16-bit parameters, as Megatron-LM's "
+        "main_grad (default: --dtype)", metavar="DTYPE", choices=DTYPES, used_by=_reduces_in_any_dtype,
+    )] = None
     reduce_dtype: Annotated[str | None, Option(
-        "what gradients travel in: " + listed(REDUCED_IN) + " (default: --dtype)", metavar="DTYPE",
+        "what gradients travel in: " + listed(REDUCED_IN) + " (default: --gradient-dtype)", metavar="DTYPE",
         choices=REDUCED_IN, used_by=_reduces_in_any_dtype,
     )] = None
     offload: Annotated[bool, Option(
@@ -178,6 +186,7 @@ class Training:
     expert_parallel: Annotated[int, Option(
         "so many consecutive ranks share the experts of each block, whole ones each (default: %(default)s)",
         metavar="N", least=1, most=2**20, used_by=_meets_in_every_step,
+        label="ranks that share experts", steps=(1, 2, 4, 8, 16, 32, 64, 128),
     )] = 1
     expert_load: Annotated[float, Option(
         "rows that the experts of the busiest rank get, over the average of the ranks that share experts "
@@ -209,6 +218,11 @@ class Training:
                 f"autocast casts parameters of float32; the dtype is {self.dtype}, and so are products. Ask "
                 "for float32, or leave autocast out."
             )
+        if self.gradient_dtype not in (None, self.dtype, "float32"):
+            raise ValueError(
+                f"gradient_dtype {self.gradient_dtype} beside parameters of {self.dtype}: gradients are kept "
+                "in the parameters' dtype, or in float32."
+            )
         if self.autocast and self.expert_parallel > 1:
             raise ValueError(
                 f"autocast with experts that {self.expert_parallel} ranks share is not simulated: leave out "
@@ -218,6 +232,16 @@ class Training:
             raise ValueError(f"tf32 is how products of float32 are made; the dtype is {self.computed_in}.")
         if self.tf32 and "tf32" not in device.peaks:
             raise ValueError(f"{device.name}: no peak in TF32 is known.")
+        if self.fp8 and DTYPES[self.computed_in] != 2:
+            raise ValueError(
+                f"fp8 casts operands of 16 bits; products are in {self.computed_in}. Ask for bfloat16, or "
+                "for autocast."
+            )
+        if self.fp8 and not hasattr(self.architecture, "layers"):
+            raise ValueError("fp8 is for transformers, whose products are known; this model is none.")
+        if self.fp8 and "fp8" not in device.peaks:
+            known = [one for one, each in DEVICES.items() if "fp8" in each.get("peaks", ())]
+            raise ValueError(f"{device.name}: no peak in FP8 is known. It is of {', '.join(known)}.")
 
     @property
     def computed_in(self) -> str:
