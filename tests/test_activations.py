@@ -427,7 +427,7 @@ def test_the_products_are_the_matrices_of_a_block(name: str) -> None:
 def check_matrices(model: Any) -> None:
     named = model.shapes()
     of_block = sorted(named[i].numel for i in blocks(named)[1] if len(named[i].shape) == 2)
-    assert sorted(one.inputs * one.outputs for one in matrices(model)) == of_block
+    assert sorted(one.inputs * one.outputs for one in matrices(model.layers[0])) == of_block
 
 
 @pytest.mark.parametrize("family", DENSE)

@@ -33,7 +33,11 @@ NOT_FOR_READERS = {
     "zero_ref.comm.agreement": {"RanksLostError", "agree", "agreement"},
     "zero_ref.comm.collectives": {"Observable", "AllOf", "PendingCall", "Then", "ToBroadcast"},
     "zero_ref.comm.process_group": {"global_ranks"},
-    "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
+    "zero_ref.simulator.cuts": {"Cut", "CutPart", "on_each_rank"},
+    "zero_ref.simulator.dispatch": {"Members", "members_by_bucket"},
+    "zero_ref.simulator.expert_parallel": {"check_combined", "parts_of"},
+    "zero_ref.simulator.groups": {"owners_of", "split"},
+    "zero_ref.simulator.ledger": {"Owners", "check_fits", "check_stage", "itemsize_of"},
     "zero_ref.simulator.memory": {"StateBytes", "costs", "offloaded", "whole_bytes"},
     "zero_ref.simulator.data_parallel": {
         *(
@@ -44,6 +48,7 @@ NOT_FOR_READERS = {
             "new_parameters",
             "owned_bytes",
             "shares_of",
+            "step_of",
         ),
     },
     "zero_ref.simulator.operations": {
@@ -58,7 +63,8 @@ NOT_FOR_READERS = {
     },
     "zero_ref.simulator.decoders": {"tensors_of", "value_of"},
     "zero_ref.simulator.experts": {"experts", "one_of", "stacked"},
-    "zero_ref.simulator.layers": {"Weights", "alike", "is_of_experts", "weights_of"},
+    "zero_ref.simulator.sharded": {"sending"},
+    "zero_ref.simulator.layers": {"Sharing", "Weights", "alike", "is_of_experts", "weights_of"},
     "zero_ref.simulator.rules": {"Config", "windows_of"},
     "zero_ref.simulator.timeline": {"covered_ms"},
     "zero_ref.lab.pieces": {
@@ -67,7 +73,7 @@ NOT_FOR_READERS = {
     "zero_ref.lab.compare": {"ProgressFile"},
     "zero_ref.lab.outcome": {"as_json", "environment"},
     "zero_ref.lab.step_times": {"Loop"},
-    "zero_ref.lab.dry_run": {"TrainScenario", "print_prediction"},
+    "zero_ref.lab.dry_run": {"GPTWithExperts", "TrainScenario", "architecture_of", "print_prediction"},
     "zero_ref.lab.logs": {"JsonLines", "Log", "Plain", "RunLog", "TensorBoard"},
     "zero_ref.lab.settings": {"as_toml", "read_settings", "settings_of"},
     "zero_ref.lab.simulated_checkpoints": {"passages", "checkpoints_as_json", "print_checkpoints"},
@@ -77,12 +83,16 @@ NOT_FOR_READERS = {
     "zero_ref.lab.searched": {"as_json", "print_found"},
     "zero_ref.lab.config": {
         *("add_run_arguments", "add_demo_arguments", "check_memory", "config_for", "config_from"),
-        *("keeps_masters", "least_bytes", "shard_saves", "strategies_of"),
+        *("check_spread", "keeps_masters", "least_bytes", "shard_saves", "strategies_of"),
     },
     "zero_ref.lab.own": {"OwnLoop", "OwnTrainable"},
     "zero_ref.lab.source": {"Source", "without_docstrings"},
     "zero_ref.lab.stage_3": {"load_whole", "shard", "whole"},
     "zero_ref.lab.strategies": {"BehindAStep", "Observed", "Sharded"},
+    "zero_ref.lab.expert_parallel": {"SpreadAndSharded"},
+    "zero_ref.lab.expert_plan": {
+        *("buckets_of_rank", "calls_by_group", "params_of_rank", "shared_experts"),
+    },
     "zero_ref.lab.meter": {"gather_from_ranks", "loopback_is_private", "memory_of", "raise_loopback"},
     "zero_ref.lab.model": {"Attention", "Block"},
     "zero_ref.lab.train": {

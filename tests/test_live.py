@@ -7,6 +7,7 @@ import json
 import math
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -142,6 +143,28 @@ def test_a_designed_cluster_runs_the_scenario() -> None:
     assert answer.numbers["GPU-hours"] == pytest.approx(8 * 24 * answer.numbers["days"])
 
 
+def test_ranks_of_a_designed_cluster_share_experts_as_far_as_they_can() -> None:
+    def design(**setting: Any) -> Answer:
+        return EXPLORERS["design"].answer(**{"model": "kimi-k2", "nodes": 16, **setting})
+
+    alone, shared = design(), design(expert_parallel=64)
+    memory = "memory of the fullest rank, bytes"
+    assert shared.numbers[memory] < 0.6 * alone.numbers[memory]
+    assert "64 ranks share experts" in shared.words
+    assert "share experts" not in alone.words
+    assert not alone.idle
+    # 2 nodes of 8 ranks, and 128 experts: at most 16 ranks share them.
+    few = design(model="qwen3-30b-a3b", nodes=2, expert_parallel=128)
+    assert few.table[2] == ["ranks that share experts", "16"]
+    for setting, why in (
+        ({"model": "llama3-8b"}, "llama3-8b has no experts."),
+        ({"strategy": "local-sgd"}, "Under local-sgd ranks share no experts."),
+    ):
+        answer = design(**setting, expert_parallel=8)
+        assert answer.idle == {"expert_parallel": why}
+        assert answer.numbers == design(**setting).numbers
+
+
 def test_which_stage_is_what_the_simulator_compares() -> None:
     answer = EXPLORERS["which"].answer(
         model="gpt2-xl", cluster="a100-ethernet", ranks=64, batch=2, sequence=1024, checkpointing="full",
@@ -184,8 +207,9 @@ def test_each_control_changes_the_picture_at_some_setting(name: str) -> None:
     explorer = EXPLORERS[name]
     for control in explorer.controls:
         others = [one for one in control.options if one != control.value]
-        drawn = {explorer.answer(**{control.name: one}).svg for one in (others[0], others[-1])}
-        assert len(drawn | {explorer.answer().svg}) > 1, control.name
+        start = {"model": "qwen3-30b-a3b"} if control.name == "expert_parallel" else {}  # which has experts
+        drawn = {explorer.answer(**start, **{control.name: one}).svg for one in (others[0], others[-1])}
+        assert len(drawn | {explorer.answer(**start).svg}) > 1, control.name
 
 
 @pytest.mark.parametrize(("name", "width"), list(itertools.product(EXPLORERS, (280, 340, 760))))

@@ -60,6 +60,8 @@ def test_published_counts(name: str, elements: int, tensors: int, largest: int) 
         ),  # "175B", Brown et al. (arXiv:2005.14165, table 2.1): 174,600M in table D.1
         ("zero-7.5b", 1e9, "7.5"),  # Megatron-LM (arXiv:2104.04473, table 1): 7.5 billion
         ("zero-1t", 1e9, "1008.0"),  # ibid.: 1008.0 billion
+        ("deepseek-v3", 1e9, "671"),  # arXiv:2412.19437: 671B
+        ("kimi-k2", 1e12, "1"),  # github.com/MoonshotAI/Kimi-K2: 1T, of which 32B for a token
         ("zero-128b", 1e9, "128"),  # ZeRO (arXiv:1910.02054, table 1): 128B, to the billion
     ],
 )

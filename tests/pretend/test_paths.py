@@ -151,3 +151,13 @@ def test_a_group_of_four_that_shares_by_two_makes_the_plan_s_calls(pool: Ranks) 
     config = replace(SMALL, strategy="zero-2", shard_group=2)
     result = outcome(config, predict(config, 4), pool.run(partial(train_on_device, config), world_size=4))
     assert result.as_predicted, result
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["zero-2", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ddp", "zero", "zero-even"))],
+)
+def test_experts_that_two_of_four_ranks_share_make_the_plan_s_calls(strategy: str, pool: Ranks) -> None:
+    config = replace(SMALL, strategy=strategy, model=replace(SMALL.model, experts=4), expert_parallel=2)
+    result = outcome(config, predict(config, 4), pool.run(partial(train_on_device, config), world_size=4))
+    assert result.as_predicted, result

@@ -266,9 +266,12 @@ def check_notes(config: TrainConfig, notes: dict[str, Any]) -> None:
     for name, ours in _identity(config).items():
         if name not in notes:
             raise ValueError(f"the save in {directory} is of another program: its notes have no {name!r}.")
-        if notes[name] != ours:
+        theirs = notes[name]
+        if name == "model" and isinstance(theirs, dict):  # earlier saves do not name all sizes
+            theirs = asdict(GPTConfig()) | theirs
+        if theirs != ours:
             raise ValueError(
-                f"the save in {directory} is of a run with {name} {notes[name]}, not {ours}: go on with the "
+                f"the save in {directory} is of a run with {name} {theirs}, not {ours}: go on with the "
                 "same, or save into another directory."
             )
     done, steps = notes["step"], config.steps

@@ -14,6 +14,7 @@ from zero_ref.live.palette import ALARM, INK
 from zero_ref.live.svg import LINE, MARGIN, picture, text
 from zero_ref.simulator import spread
 from zero_ref.simulator.cluster import CLUSTERS
+from zero_ref.simulator.expert_parallel import experts_of
 from zero_ref.simulator.models import TRANSFORMERS
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
@@ -25,9 +26,10 @@ LIKE = CLUSTERS["h100-ib"]
 
 def _draw(
     kind: type[Scenario], width: float, model: str, strategy: str, device: str, per_node: int, nodes: int,
-    within: float, between: float, latency: float, tokens: int, **of_scenario: Any,
+    within: float, between: float, latency: float, tokens: int, expert_parallel: int = 1, **of_scenario: Any,
 ) -> Answer:  # fmt: skip
     ranks = per_node * nodes
+    sharing, why_none = _sharing(model, strategy, ranks, expert_parallel)
     cluster = replace(
         LIKE,
         name="designed",
@@ -36,7 +38,7 @@ def _draw(
         within=replace(LIKE.within, gb_per_s=within),
         between=replace(LIKE.between, gb_per_s=between, latency_us=latency),
     )
-    scenario = kind(TRANSFORMERS[model], cluster, ranks, **of_scenario)
+    scenario = kind(TRANSFORMERS[model], cluster, ranks, expert_parallel=sharing, **of_scenario)
     run = _run(scenario, strategy)
     days = tokens / run.tokens_per_second * 1e3 / MS_PER_DAY
     gpu_hours = 24 * days * ranks
@@ -58,8 +60,9 @@ def _draw(
         "GPU-hours": gpu_hours,
     }
     fits = {True: "It fits", False: "It does not fit", None: "Whether it fits is undecided"}[run.fits]
+    shared = f", {sharing} ranks share experts" if sharing > 1 else ""
     words = (
-        f"{model} under {strategy} on {ranks:,} × {device}. {fits}: the fullest rank holds {held}. "
+        f"{model} under {strategy} on {ranks:,} × {device}{shared}. {fits}: the fullest rank holds {held}. "
         f"An iteration takes {short_time(run.iteration_ms)}, of which {short_time(run.exposed_ms)} "
         f"are exposed communication. {TOKENS[tokens].capitalize()} tokens take {cost}, "
         f"with the error of such predictions {interval}."
@@ -67,6 +70,7 @@ def _draw(
     rows = [
         ["", "of this cluster"],
         ["ranks", f"{ranks:,}"],
+        ["ranks that share experts", "-" if why_none else f"{sharing:,}"],
         ["memory, fullest rank", held],
         ["an iteration", short_time(run.iteration_ms)],
         ["exposed communication", short_time(run.exposed_ms)],
@@ -76,7 +80,19 @@ def _draw(
         [f"{short_count(tokens)} tokens", cost],
         ["with the error of predictions", interval],
     ]
-    return Answer(_picture(width, run, rows, device_bytes, words), words, rows, numbers)
+    idle = {"expert_parallel": why_none} if why_none else {}
+    return Answer(_picture(width, run, rows, device_bytes, words), words, rows, numbers, idle)
+
+
+def _sharing(model: str, strategy: str, ranks: int, asked: int) -> tuple[int, str]:
+    """How many ranks share experts, as many as are asked for if they can; and why none can, if so."""
+    experts = experts_of(TRANSFORMERS[model].shapes())
+    if not experts:
+        return 1, f"{model} has no experts."
+    if RECIPES[strategy].averaging is not None:
+        return 1, f"Under {strategy} ranks share no experts."
+    steps = range(1, asked + 1)
+    return max(count for count in steps if experts % count == 0 and ranks % count == 0), ""
 
 
 @lru_cache(maxsize=8)

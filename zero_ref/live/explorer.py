@@ -88,7 +88,7 @@ def controls_of(of: type, only: Sequence[str] = (), **starts: Value) -> tuple[Co
 
     >>> from zero_ref.simulator.scenario import Scenario
     >>> [(one.label, one.value) for one in controls_of(Scenario, checkpointing="full")]
-    [('sequences of a rank', 1), ('computed again', 'full')]
+    [('sequences of a rank', 1), ('computed again', 'full'), ('ranks that share experts', 1)]
 
     Args:
         only: the fields, in this order; all of them if there is none.

@@ -37,7 +37,8 @@ class Cut(NamedTuple):
 
         Args:
             stacked: the first dimension is that of experts: where these are fewer than the ranks, cut along
-                the second, as torchtitan does, since most ranks would hold nothing but padding.
+                the second, since most ranks would hold nothing but padding.
+        Source: torchtitan's torchtitan/models/llama4/infra/parallelize.py for experts that ranks share.
         """
         rows = param.rows
         if stacked and rows < ranks and len(param.shape) > 1:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zero_ref.plan.choice import Choice, plan_partition
 from zero_ref.plan.gradients import GradientPlan, gradient_plans
 from zero_ref.plan.layout import Flat, lay_out
-from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.plan.partition import ParamSpec, Partition, Slice
 from zero_ref.simulator.operations import Operation
 
 
@@ -124,6 +124,14 @@ class SplitOwners:
             sum(amounts[place(rank)] for amounts, place in zip(of_part, places))
             for rank in range(self.world_size)
         )
+
+    def slices_of(self, rank: int) -> list[Slice]:
+        """What a rank owns, by the numbers of the parameters."""
+        return [
+            piece._replace(param=part.numbers[piece.param])
+            for part, partition in zip(self.parts, self.partitions)
+            for piece in partition.slices_of_rank[part.groups.place(rank)]
+        ]
 
     def gradient_plans(self, params: Sequence[ParamSpec]) -> list[tuple[GradientPlan, Groups]]:
         """The buckets of all gradients in the order of their reductions, and who reduces each of them."""

@@ -25,6 +25,28 @@ from zero_ref.simulator.architectures import (
 from zero_ref.simulator.configuration import from_config as from_config
 from zero_ref.simulator.layers import ParamShape as ParamShape
 
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+}
+"""What of a configuration its number of parameters depends on."""
+
 TRANSFORMERS: dict[str, Transformer] = {
     "gpt2": GPT2(width=768, depth=12, heads=12),
     "gpt2-medium": GPT2(width=1024, depth=24, heads=16),
@@ -51,6 +73,19 @@ TRANSFORMERS: dict[str, Transformer] = {
             "max_position_embeddings": 40960,
         }
     ),
+    "deepseek-v3": from_config(DEEPSEEK_V3),
+    "kimi-k2": from_config(
+        DEEPSEEK_V3
+        | {
+            "model_type": "kimi_k2",
+            "n_routed_experts": 384,
+            "first_k_dense_replace": 1,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "vocab_size": 163840,
+            "max_position_embeddings": 131072,
+        }
+    ),
     "gpt3-175b": GPT2(width=12288, depth=96, heads=96, positions=2048),
     "zero-7.5b": GPT2(width=4096, depth=36, heads=32, vocabulary=51200, positions=2048),
     "zero-128b": GPT2(width=8192, depth=158, heads=64, vocabulary=51200, positions=2048),
@@ -58,11 +93,12 @@ TRANSFORMERS: dict[str, Transformer] = {
 }
 """The presets whose activations can be counted too.
 
-Qwen3's dimensions are those of its configuration, Qwen/Qwen3-30B-A3B, and GPT-3's those of Brown et al.
-(arXiv:2005.14165, table 2.1). `zero-*` are the three sizes of the ZeRO paper's Table 1 (arXiv:1910.02054),
-which gives numbers of parameters and no shapes. 7.5B and 1T have the shapes of Megatron-LM's models of these
-sizes (arXiv:2104.04473, table 1). No published model has 128B: ours is 8,192 wide, the width of the ZeRO
-paper's runs of 100B and more, and as deep as comes nearest to 128B.
+Three mixtures have the dimensions of their configurations: Qwen/Qwen3-30B-A3B; deepseek-ai/DeepSeek-V3,
+without its module of multi-token prediction; and moonshotai/Kimi-K2-Instruct, which is built like it. GPT-3's
+dimensions are those of Brown et al. (arXiv:2005.14165, table 2.1). `zero-*` are the three sizes of the ZeRO
+paper's Table 1 (arXiv:1910.02054), which gives numbers of parameters and no shapes. 7.5B and 1T have the
+shapes of Megatron-LM's models of these sizes (arXiv:2104.04473, table 1). No published model has 128B: ours
+is 8,192 wide, the width of the ZeRO paper's runs of 100B and more, and as deep as comes nearest to 128B.
 """
 
 MODELS: dict[str, Architecture] = {**TRANSFORMERS, "mlp-tiny": MLP((64, 256, 256, 10))}

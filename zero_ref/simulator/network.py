@@ -39,16 +39,15 @@ class NetworkLane:
     def beside(self, ready_ms: float, took_ms: float) -> None:
         """Append a call that begins at once.
 
-        While other calls are under way, it and they have half of the network each. So both end later by what
-        the shorter of the two takes, and all that is queued behind them begins later.
+        While other calls are under way, it and they have half of the network each, and take twice as long. So
+        both end later by what the shorter of the two would take alone.
         """
         shared_ms = min(took_ms, max(self.free_ms - ready_ms, 0.0))
         for place in reversed(self.queued):
             if self.end_ms[place] <= ready_ms:
                 break
-            self.end_ms[place] += shared_ms
-            if self.begin_ms[place] >= ready_ms:
-                self.begin_ms[place] += shared_ms
+            for moments in (self.begin_ms, self.end_ms):
+                moments[place] += min(max(moments[place] - ready_ms, 0.0), shared_ms)
         self.begin_ms.append(ready_ms)
         self.end_ms.append(ready_ms + took_ms + shared_ms)
         self.free_ms = max(self.free_ms + shared_ms, self.end_ms[-1])

@@ -80,6 +80,11 @@ class RankWork(Training):
         """Elements of the parameters that one rank has."""
         return sum(param.numel for param in self.params)
 
+    @property
+    def sharing(self) -> Sharing:
+        """How ranks share experts, as far as what each of them computes depends on it."""
+        return Sharing(self.expert_parallel, self.expert_load)
+
     @cached_property
     def trained_numel(self) -> int:
         """The same of those that are trained."""
@@ -97,7 +102,7 @@ class RankWork(Training):
             self.tokens_of_pass * rows * DTYPES[self.computed_in],
             experts_of(self.shapes),
             self.expert_load,
-            again.blocks if again.products else 0.0,
+            again.blocks if again.products == 1 else 0.0,  # by operation, what has arrived is kept
         )
 
     @property
@@ -142,7 +147,7 @@ class RankWork(Training):
             loss_itemsize=DTYPES[self.loss_dtype],
             norms=self.norms,
             repeated_kv=self.repeated_kv,
-            expert_load=self.expert_load,
+            sharing=self.sharing,
             silu_by_hand=self.silu_by_hand,
         )
 
@@ -192,7 +197,7 @@ class RankWork(Training):
             autocast=self.autocast is not None,
             fp8=self.fp8,
             lora=self.adapters,
-            sharing=Sharing(self.expert_parallel, self.expert_load),
+            sharing=self.sharing,
         )
 
     @property

@@ -55,10 +55,14 @@ class Scenario(RankWork):
             parameters' dtype and no copies.
         update: one of `updates.UPDATES`. torch.optim on a GPU is "foreach" unless it is given fused=True.
         bucket_view: DDP's `gradient_as_bucket_view`. False, its default, keeps all gradients twice.
+        expert_parallel: as `expert_parallel` says. Under local-sgd, and with another way than "plain", ranks
+            share no experts.
+        expert_load: of the rank that gets most rows. It computes longest in each block, and all wait for it,
+            so its times and its memory are those of every rank here.
     Raises:
         ValueError: the batch, the sequence, the accumulation or `world_size` is below 1, a name is unknown,
-            or the optimizer is offloaded and not elementwise. Methods raise as `schedule`,
-            `AveragingSchedule`, `MemorySettings` and `play`.
+            the optimizer is offloaded and not elementwise, or as `check_experts`. Methods raise as
+            `schedule`, `AveragingSchedule`, `MemorySettings` and `play`.
     """
 
     def like(self, **changes: Any) -> Scenario:
@@ -384,7 +388,7 @@ class SimulatedRun:
     def shortfall(self) -> Shortfall | None:
         """Why the fullest rank holds more than 1/N of everything; None for a strategy without owners."""
         owned = self.scenario.partition(self.strategy)
-        if not isinstance(owned, Partition):
+        if owned is None:
             return None
         settings = self.scenario.settings(self.strategy)
         return why_not_smaller(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.simulator.groups import SplitOwners, split
 from zero_ref.simulator.ledger import format_bytes, state_rule
 from zero_ref.simulator.memory import (
     FIRST_STAGE,
@@ -38,7 +39,8 @@ class Shortfall:
     """A rank's bytes, explained: an ideal share, and the reasons for the rest.
 
     Args:
-        ideal_bytes: 1/N of all parameters, gradients, master copies and moments, in whole bytes.
+        ideal_bytes: 1/N of all parameters, gradients, master copies and moments, in whole bytes; of experts,
+            of which a rank has some, N are the ranks that have the same.
         reasons: in the order in which `Reason` lists the names; reasons without bytes are left out.
     """
 
@@ -53,7 +55,7 @@ class Shortfall:
 
 
 def why_not_smaller(
-    partition: Partition,
+    partition: Partition | SplitOwners,
     params: Sequence[ParamSpec],
     settings: MemorySettings,
     *,
@@ -93,7 +95,14 @@ def why_not_smaller(
     whole = whole_bytes(params, settings)
     on_device = [part for part in FIRST_STAGE if not (part == "optimizer" and settings.offload)]
     whole_of_part = {part: _of_parts(whole, [part]) for part in on_device}
-    share_of_part = {part: nbytes // partition.world_size for part, nbytes in whole_of_part.items()}
+    owners = split(partition, partition.world_size)
+    share_of_part = {
+        part: sum(
+            _of_parts(whole_bytes(some.of(params), settings), [part]) // some.groups.ranks
+            for some in owners.parts
+        )
+        for part in on_device
+    }
     divided = [part for part in on_device if settings.stage >= FIRST_STAGE[part]]
     reasons = [
         Reason(
@@ -107,13 +116,13 @@ def why_not_smaller(
     ]
     if divided:
         share = sum(share_of_part[part] for part in divided)
-        reasons += _of_the_partition(partition, params, settings, divided, share, rank)
+        reasons += _of_the_partition(owners, params, settings, divided, share, rank)
     reasons += _on_top(memories[rank], settings)
     return Shortfall(rank, sum(share_of_part.values()), tuple(reason for reason in reasons if reason.nbytes))
 
 
 def _of_the_partition(
-    partition: Partition,
+    owners: SplitOwners,
     params: Sequence[ParamSpec],
     settings: MemorySettings,
     divided: Sequence[str],
@@ -124,10 +133,10 @@ def _of_the_partition(
     cost_of_param = costs(params, settings)
     owned = [
         (piece.numel * _of_parts(cost_of_param[piece.param], divided), piece.param)
-        for piece in partition.slices_of_rank[rank]
+        for piece in owners.slices_of(rank)
     ]
     excess = sum(nbytes for nbytes, _ in owned) - share
-    if not partition.is_whole:
+    if not all(partition.is_whole for partition in owners.partitions):
         cut = "shares are rounded, and cuts fall where the partition puts them, not at 1/N to the byte."
         return [Reason("uneven", excess, cut)]
     uneven = "parameters that are not cut do not pack into equal parts, and shares are rounded."

@@ -57,7 +57,8 @@ def stage_3(
 
     Before a block computes, all-gathers start for the blocks up to `prefetch` places further on. A block is a
     unit, or several where not all ranks share all of it. So in backward the next unit's parameters come
-    before this unit's gradients: the network does first what is needed first.
+    before this unit's gradients: the network does first what is needed first. Of the several units of a block
+    only the first is gathered ahead in backward: it is the next one for the block behind it.
 
     >>> units = [Unit(8, 16, 16, kept=True), Unit(10, 20, 20), Unit(10, 20, 20)]
     >>> [f"{one.label} {one.part}" for one in stage_3(units, 2, shards=[14, 14]) if one.op]
@@ -88,14 +89,16 @@ def stage_3(
     for number in range(accumulation):
         building.is_first, building.reduces = not number, not no_sync or number == accumulation - 1
         for label, way in (("forward", 1), ("backward", -1)):
-            sequence = range(len(units))[::way]
             to_gather = deque(
                 part
-                for part in sequence
+                for part in sorted(range(len(units)), key=lambda part: way * block_of[part])
                 if building.groups[part].ranks > 1 and not (label == "backward" and units[part].kept)
             )
-            for part in sequence:
-                while to_gather and way * (block_of[to_gather[0]] - block_of[part]) <= prefetch:
+            for part in range(len(units))[::way]:
+                while to_gather:
+                    waits = label == "backward" and units[to_gather[0]].in_block
+                    if way * (block_of[to_gather[0]] - block_of[part]) > (0 if waits else prefetch):
+                        break
                     building.gather(to_gather.popleft())
                 building.compute(label, part)
     building.step(shards)

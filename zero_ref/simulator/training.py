@@ -195,6 +195,7 @@ class Training:
     expert_parallel: Annotated[int, Option(
         "so many consecutive ranks share the experts of each block, whole ones each (default: %(default)s)",
         metavar="N", least=1, most=2**20, used_by=_meets_in_every_step,
+        label="ranks that share experts", steps=(1, 2, 4, 8, 16, 32, 64, 128),
     )] = 1
     expert_load: Annotated[float, Option(
         "rows that the experts of the busiest rank get, over the average of the ranks that share experts "
