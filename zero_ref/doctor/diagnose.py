@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_ref.doctor import causes
+from zero_ref.doctor.causes import Causes
 from zero_ref.doctor.compare import Where, bounds_of, first_departure
+from zero_ref.doctor.mistake import Patient
 from zero_ref.doctor.model import Model, Shape, quiet_scale
 from zero_ref.doctor.on_rank import Case, Played, Refused, play_on_rank, takes_model
 from zero_ref.doctor.plain import Make, Noise, Part, PlainLoop
@@ -208,7 +209,7 @@ class _Doctor:
         self.departures: list[Departure] = []
         self.raised: list[Raised] = []
         self.not_tried: list[NotTried] = []
-        self.causes = causes.Causes()
+        self.causes = Causes()
 
     def other(self, number: int) -> int:
         """The number of ranks on which a save is loaded: the next that is tried, or one more."""
@@ -278,9 +279,7 @@ class _Doctor:
         bounds = bounds_of(expected, [loop(Noise(run)) for run in range(NOISY_RUNS)])
         where: Where | None = first_departure(observed, expected, bounds)
         if where is not None:
-            patient = causes.Patient(
-                case, model, self.make, ranks, self.masters, observed, expected, bounds, where
-            )
+            patient = Patient(case, model, self.make, ranks, self.masters, observed, expected, bounds, where)
             found = self.causes.of(patient)
             self.departures.append(
                 Departure(case.trial.name, ranks[where.part], where.step, where.phase, where.places, found)

@@ -156,7 +156,12 @@ class Report:
             lines.append(f"equal to the plain loop: {', '.join(good)}")
         lines += ["", *map(str, found)] if found else []
         if self.not_tried:
-            lines += ["", "not tried:", *(f"  {one}" for one in self.not_tried)]
+            by_reason: dict[str, list[str]] = {}
+            for left in self.not_tried:
+                names_of = by_reason.setdefault(left.reason, [])
+                names_of += [left.trial] if left.trial not in names_of else []
+            lines += ["", "not tried:"]
+            lines += [f"  {', '.join(trials)}: {reason}" for reason, trials in by_reason.items()]
         return "\n".join(lines)
 
     def to_json(self) -> str:
