@@ -11,6 +11,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from zero_ref.doctor import (
     mistakes_of_clipping,
     mistakes_of_gradients,
@@ -38,7 +40,11 @@ class Causes:
     def of(self, patient: Patient) -> tuple[str, ...]:
         """Those that give what was observed; none if no known one does."""
         stale = stale_values(patient)
-        is_specific = patient.where.phase == "load" or patient.any_step(lambda step: step.freezes is not None)
+        is_specific = (
+            patient.where.phase == "load"
+            or patient.masters
+            or patient.any_step(lambda step: step.freezes is not None)
+        )
         if stale and not is_specific:
             return (stale,)
         return self.mistakes(patient) or ((stale,) if stale else ())
@@ -46,9 +52,11 @@ class Causes:
     def mistakes(self, patient: Patient) -> tuple[str, ...]:
         """The mistakes that give what was observed, those that are known from another trial first."""
         variants = list(variants_for(patient))
-        first = [one for one in variants if one[0] in self.known]
-        for candidates in (first, variants):
-            too_many = {}
+        known = [one for one in variants if one[0] in self.known]
+        first = [one for one in variants if not one[1][0].last_resort]
+        last = [one for one in variants if one[1][0].last_resort]
+        for candidates in (known, first, last):
+            too_many: dict[str, int] = {}
             for says, variant in candidates:
                 supposed = gives(patient, variant)
                 if supposed is not None:
@@ -83,42 +91,65 @@ def gives(patient: Patient, variant: Variant) -> int | None:
 
 def stale_values(patient: Patient) -> str | None:
     """A cause if every value that departs is one of an earlier step."""
-    by_rank: dict[int, set[str]] = {}
+    ranks_of: dict[str, set[int]] = {}
     begun = {f"added.layer.{name}": param for name, param in patient.case.added_layer().named_parameters()}
     beginning = Snapshot(0, "start", dict(begun))
     for number, part in enumerate(patient.expected):
         for rank, trace in enumerate(part.traces):
-            history = [s for s in patient.expected[0].traces[0] if s.phase in ("start", "step", "load")]
-            history += [beginning, *(s for s in trace if number and s.phase in ("step", "load"))]
+            first = patient.expected[0].traces[0]
+            seen = [one for one in (*first, *(trace if number else ())) if one.phase in VALUES]
             for place, snapshot in enumerate(trace):
-                if snapshot.of_gradients or snapshot.phase == "forward":
+                if snapshot.phase not in VALUES:
                     continue
+                history = [beginning, *(one for one in seen if one.step <= snapshot.step)]
                 ours = patient.observed[number].traces[rank][place].tensors
+                bounds = patient.bounds[number][snapshot.step, snapshot.phase]
                 for name, right in snapshot.tensors.items():
-                    bound = patient.bounds[number][snapshot.step, snapshot.phase].get(name, 0.0)
-                    departs = differing(ours.get(name), right, bound)
-                    if departs is None:
+                    found = stale(name, ours.get(name), right, history, bounds.get(name, 0.0))
+                    if found is None:
                         return None
-                    if not departs.any():
-                        continue
-                    for earlier in history:
-                        differs = differing(ours[name], earlier.tensors.get(name), bound)
-                        if differs is not None and earlier.step <= snapshot.step:
-                            departs = departs & differs
-                    if departs.any():
-                        return None
-                    by_rank.setdefault(rank, set()).add(name)
-    return in_words(patient, by_rank) if by_rank else None
+                    if found:
+                        ranks_of.setdefault(name, set()).add(rank)
+    return in_words(patient, ranks_of) if ranks_of else None
 
 
-def in_words(patient: Patient, by_rank: dict[int, set[str]]) -> str:
+VALUES = ("start", "load", "step")
+"""The phases whose snapshots are values of parameters."""
+
+
+def stale(
+    name: str,
+    ours: torch.Tensor | None,
+    right: torch.Tensor | None,
+    history: list[Snapshot],
+    bound: float,
+) -> bool | None:
+    """Whether elements depart, and all of them are those of a snapshot of the history; None if others do."""
+    departs = differing(ours, right, bound)
+    if departs is None:
+        return None
+    if not departs.any():
+        return False
+    for earlier in history:
+        differs = differing(ours, earlier.tensors.get(name), bound)
+        if differs is not None:
+            departs = departs & differs
+    return None if departs.any() else True
+
+
+def in_words(patient: Patient, ranks_of: dict[str, set[int]]) -> str:
     """Which values are stale, and where."""
-    names = sorted(set().union(*by_rank.values()))
+    names = sorted(ranks_of)
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    everywhere = len(by_rank) == len(patient.observed[patient.where.part].traces)
+    size = len(patient.observed[patient.where.part].traces)
     if all(name.startswith("added.") for name in names):
         return f"the group that was added is stale: {shown} is never updated, or not sent to all ranks"
-    if everywhere:
-        return f"no rank has updated {shown}: values of an earlier step stand there"
-    ranks = ", ".join(map(str, sorted(by_rank)))
-    return f"stale values on rank {ranks}: the new values of {shown} did not arrive (a broadcast was lost)"
+    if all(len(ranks) == size for ranks in ranks_of.values()):
+        parts = [place for place in patient.where.places if place.departing < place.numel]
+        of = f"elements {parts[0].start} to {parts[0].stop - 1} of {parts[0].parameter}" if parts else shown
+        more = (
+            f" and parts of {len({part.parameter for part in parts}) - 1} more" if len(parts) > size else ""
+        )
+        return f"no rank has updated {of}{more}: values of an earlier step stand there"
+    on = ", ".join(map(str, sorted(set().union(*ranks_of.values()))))
+    return f"stale values on rank {on}: the new values of {shown} did not arrive (a broadcast was lost)"

@@ -47,9 +47,11 @@ class Mistake(PlainLoop):
 
     Attributes:
         says: the cause, in words; a variant may say more.
+        last_resort: it fits what was observed, so it is tried only if no other mistake explains it.
     """
 
     says: ClassVar[str]
+    last_resort: ClassVar[bool] = False
 
     def __init__(self, patient: Patient, **chosen: Any) -> None:
         vars(self).update(chosen)
@@ -67,16 +69,17 @@ class Mistake(PlainLoop):
 
 
 def explains(patient: Patient, supposed: Sequence[Part]) -> int | None:
-    """How many elements depart in the supposed loop and not in what was observed; None if it explains nothing.
+    """How many elements depart in the supposed loop alone; None if it explains nothing.
 
     It explains a departure if every element that departs, in any step, is as some rank of the supposed
     loop has it. Elements that do not depart need not agree, as a mistake may concern a part of the
-    parameters; but of two explanations the one that supposes less is the better.
+    parameters; but of two explanations the one that supposes less is the better. Losses depend on all
+    parameters at once, so they are looked at only where nothing else departs before them.
     """
     departed, too_many = False, 0
     for number, part in enumerate(patient.expected):
         for place, snapshot in enumerate(part.traces[0]):
-            if snapshot.of_gradients:
+            if snapshot.of_gradients or (snapshot.phase == "forward" and patient.where.phase != "forward"):
                 continue
             for rank in range(len(part.traces)):
                 found = _agrees(patient, supposed[number], number, place, rank)

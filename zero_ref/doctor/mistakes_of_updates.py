@@ -11,7 +11,6 @@ import torch
 from torch import nn, optim
 
 from zero_ref.doctor.mistake import Mistake, Patient
-from zero_ref.doctor.on_rank import added_options
 from zero_ref.doctor.plain import Copy
 from zero_ref.doctor.trials import Step
 
@@ -118,7 +117,7 @@ class AddedOptionsLost(Mistake):
 
     @classmethod
     def variants(cls, patient: Patient) -> Iterator[tuple[str, dict[str, Any]]]:
-        options = tuple(added_options(patient.optimizer()))
+        options = tuple(patient.case.added_options)
         for option in options:
             yield f"{option} of the group that was added is not passed on", {"lost": (option,)}
         if len(options) > 1:
@@ -317,11 +316,13 @@ class NotScheduled(Mistake):
         yield "the scheduler's learning rate does not reach the update: the first one stays", {"how": "never"}
         yield "the scheduler's learning rate reaches the update a step late", {"how": "late"}
         yield "the scheduler's factors are multiplied with each other", {"how": "again"}
+        yield "the scheduler advances once for every rank in a step", {"how": "by rank"}
 
     def schedule(self, of: Copy, factor: float) -> None:
         before = getattr(self, "before", 1.0)
         self.before = factor if self.how == "late" else before * factor
-        of.set_lr_factor({"never": 1.0, "late": before, "again": self.before}[self.how])
+        factors = {"never": 1.0, "late": before, "again": self.before, "by rank": factor**self.ranks}
+        of.set_lr_factor(factors[self.how])
 
 
 class BuffersApart(Mistake):
