@@ -15,8 +15,8 @@ def register_doctor(subparsers: Subparsers) -> None:
         "doctor",
         help="hold a sharded optimizer of your own against the plain loop, on real ranks",
         description="Run a factory's optimizer on real ranks, and say the first step, parameter, rank and "
-        "range that departs from the plain loop, and the likely cause. Ends with code 0 if nothing departs, 1 if "
-        "something does, 2 if it could not be tried. The file is run with your rights.",
+        "range that departs from the plain loop, and the likely cause. Ends with code 0 if nothing departs, "
+        "1 if something does, 2 if it could not be tried. The file is run with your rights.",
     )
     parser.add_argument(
         "factory", metavar="FILE.py:FACTORY", help="a function that takes a model, and returns the "

@@ -39,15 +39,16 @@ class Causes:
 
     def of(self, patient: Patient) -> tuple[str, ...]:
         """Those that give what was observed; none if no known one does."""
-        stale = stale_values(patient)
-        is_specific = (
-            patient.where.phase == "load"
-            or patient.masters
-            or patient.any_step(lambda step: step.freezes is not None)
-        )
-        if stale and not is_specific:
-            return (stale,)
-        return self.mistakes(patient) or ((stale,) if stale else ())
+        ranks_of = stale_values(patient)
+        if not ranks_of:
+            return self.mistakes(patient)
+        says = in_words(patient, ranks_of)
+        if not is_everywhere(patient, ranks_of):
+            return (says,)
+        # Values of an earlier step on all ranks may have a reason that has a name.
+        step = patient.case.trial.steps[patient.where.step]
+        by_name = patient.where.phase == "load" or patient.masters or step.freezes is not None
+        return (self.mistakes(patient) if by_name else ()) or (says,)
 
     def mistakes(self, patient: Patient) -> tuple[str, ...]:
         """The mistakes that give what was observed, those that are known from another trial first."""
@@ -89,8 +90,8 @@ def gives(patient: Patient, variant: Variant) -> int | None:
     return None
 
 
-def stale_values(patient: Patient) -> str | None:
-    """A cause if every value that departs is one of an earlier step."""
+def stale_values(patient: Patient) -> dict[str, set[int]]:
+    """Where values stand that are those of an earlier step, by name the ranks; empty if others depart too."""
     ranks_of: dict[str, set[int]] = {}
     begun = {f"added.layer.{name}": param for name, param in patient.case.added_layer().named_parameters()}
     beginning = Snapshot(0, "start", dict(begun))
@@ -107,10 +108,16 @@ def stale_values(patient: Patient) -> str | None:
                 for name, right in snapshot.tensors.items():
                     found = stale(name, ours.get(name), right, history, bounds.get(name, 0.0))
                     if found is None:
-                        return None
+                        return {}
                     if found:
                         ranks_of.setdefault(name, set()).add(rank)
-    return in_words(patient, ranks_of) if ranks_of else None
+    return ranks_of
+
+
+def is_everywhere(patient: Patient, ranks_of: dict[str, set[int]]) -> bool:
+    """Whether some parameter is stale on all ranks, and so nobody has updated it."""
+    size = len(patient.observed[patient.where.part].traces)
+    return any(len(ranks) == size for ranks in ranks_of.values())
 
 
 VALUES = ("start", "load", "step")
@@ -141,15 +148,14 @@ def in_words(patient: Patient, ranks_of: dict[str, set[int]]) -> str:
     """Which values are stale, and where."""
     names = sorted(ranks_of)
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    size = len(patient.observed[patient.where.part].traces)
     if all(name.startswith("added.") for name in names):
         return f"the group that was added is stale: {shown} is never updated, or not sent to all ranks"
-    if all(len(ranks) == size for ranks in ranks_of.values()):
-        parts = [place for place in patient.where.places if place.departing < place.numel]
-        of = f"elements {parts[0].start} to {parts[0].stop - 1} of {parts[0].parameter}" if parts else shown
-        more = (
-            f" and parts of {len({part.parameter for part in parts}) - 1} more" if len(parts) > size else ""
-        )
-        return f"no rank has updated {of}{more}: values of an earlier step stand there"
+    if is_everywhere(patient, ranks_of):
+        place = patient.where.places[0]
+        if all(one.departing < one.numel for one in patient.where.places):
+            shown = f"elements {place.start} to {place.stop - 1} of {place.parameter}"
+            others = len({one.parameter for one in patient.where.places}) - 1
+            shown += f" and a part of {others} more" if others else ""
+        return f"no rank has updated {shown}: values of an earlier step stand there"
     on = ", ".join(map(str, sorted(set().union(*ranks_of.values()))))
     return f"stale values on rank {on}: the new values of {shown} did not arrive (a broadcast was lost)"

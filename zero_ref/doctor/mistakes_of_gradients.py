@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zero_ref.doctor import parts
-from zero_ref.doctor.mistake import Mistake, Patient
+from zero_ref.doctor.mistake import Mistake, Patient, updates_elements
 from zero_ref.doctor.plain import mean, total
 from zero_ref.doctor.trace import Tensors
 from zero_ref.doctor.trials import FROZEN, Step
@@ -61,6 +61,10 @@ class OwnRangeAveraged(OwnOnly):
 
     says = "a rank has averages in its own range alone: what it computes from a whole matrix is half local"
     matrices_only: bool
+
+    @classmethod
+    def applies(cls, patient: Patient) -> bool:
+        return not updates_elements(patient)
 
     @classmethod
     def variants(cls, patient: Patient) -> Iterator[tuple[str, dict[str, Any]]]:

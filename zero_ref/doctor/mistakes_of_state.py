@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from zero_ref.doctor.mistake import Mistake, Patient
-from zero_ref.doctor.mistakes_of_updates import optimizers_in
+from zero_ref.doctor.mistake import Mistake, Patient, optimizers_in
 from zero_ref.doctor.plain import Copy
 
 

@@ -10,26 +10,12 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from zero_ref.doctor.mistake import Mistake, Patient
+from zero_ref.doctor.mistake import OTHERS, Mistake, Patient, optimizers_in, updates_elements
 from zero_ref.doctor.plain import Copy
 from zero_ref.doctor.trials import Step
 
-OTHERS: tuple[type[optim.Optimizer], ...] = (
-    *(optim.SGD, optim.AdamW, optim.Adam, optim.Adagrad, optim.RMSprop, optim.Adamax, optim.NAdam),
-    *(optim.RAdam, optim.Adadelta),
-)
-"""Classes that may step in place of the one that was asked for."""
-
 DECOUPLED = "decoupled_weight_decay"
 """What tells torch's AdamW, which is a kind of Adam, from Adam."""
-
-
-def optimizers_in(optimizer: Any) -> list[optim.Optimizer]:
-    """The optimizer, or those of which it consists."""
-    inner = getattr(optimizer, "optimizers", None)
-    if isinstance(inner, dict):
-        return list(inner.values())
-    return list(inner) if isinstance(inner, list | tuple) else [optimizer]
 
 
 def class_defaults(optimizer: Any) -> dict[str, Any]:
@@ -180,8 +166,7 @@ class CutMatrix(Mistake):
 
     @classmethod
     def applies(cls, patient: Patient) -> bool:
-        # Classes that update each element by itself give the same of pieces.
-        return not all(type(one) in OTHERS for one in optimizers_in(patient.optimizer()))
+        return not updates_elements(patient)
 
     def make(self, model: nn.Module) -> Any:
         optimizer = super().make(model)
