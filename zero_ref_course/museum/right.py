@@ -1,8 +1,9 @@
 """A right program in a hundred lines: stage 1 on top of averaged gradients. Each exhibit gets one method wrong.
 
-`Owned` is the optimizer, in the manner of `zero_ref/stairs/owners.py`: each parameter has an owner, which keeps
-its state and updates it, then sends it to all. `MuonAndAdamW` is a plain optimizer that treats a parameter as a
-matrix, so what it is given must be whole.
+- `Sharded`: the program, as the doctor drives it;
+- `Owned`: its optimizer, in the manner of `zero_ref/stairs/owners.py`: each parameter has an owner, which keeps
+  its state and updates it, then sends it to all;
+- `MuonAndAdamW`: a plain optimizer that treats a parameter as a matrix, so what it is given must be whole.
 """
 
 from __future__ import annotations
@@ -14,7 +15,68 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["MuonAndAdamW", "Owned", "orthogonalized"]
+from zero_ref.doctor.program import Program
+
+__all__ = ["Sharded", "Owned", "MuonAndAdamW", "orthogonalized"]
+
+
+class Sharded(Program):
+    """A data-parallel program whose optimizer state is sharded, without a wrapper of the model.
+
+    >>> def factory(model):
+    ...     return Sharded(model, torch.optim.AdamW, lr=0.05)
+
+    Args:
+        model: with equal values on all ranks.
+        optimizer_class, **options: of the local optimizers.
+    """
+
+    optimizer: Owned
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        **options: Any,
+    ) -> None:
+        super().__init__(self.sharded(model.parameters(), optimizer_class, {"lr": LR, **options}), model)
+
+    def sharded(
+        self,
+        params: Iterable[nn.Parameter],
+        optimizer_class: type[torch.optim.Optimizer],
+        options: dict[str, Any],
+    ) -> Owned:
+        """The optimizer. An exhibit may make another one."""
+        return Owned(params, optimizer_class, **options)
+
+    def params(self) -> list[nn.Parameter]:
+        """The parameters of the model and of layers that were added."""
+        return [*self.model.parameters(), *self.added.parameters()]
+
+    def end_of_backward(self) -> None:
+        """Average the gradients over the ranks. Collective: all ranks."""
+        self.sum_gradients(self.params())
+        self.divide_gradients(dist.get_world_size())
+
+    def sum_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """Replace each gradient by the sum over the ranks; a rank that has none adds 0. Collective: all ranks."""
+        for param in params:
+            have_it = torch.tensor(float(param.grad is not None))
+            dist.all_reduce(have_it)
+            if have_it:
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                dist.all_reduce(param.grad)
+
+    def divide_gradients(self, by: float) -> None:
+        """Divide every gradient. No communication."""
+        for param in self.params():
+            if param.grad is not None:
+                param.grad.div_(by)
+
+
+LR = 0.05
+"""The learning rate of programs that are given none."""
 
 
 class Owned(torch.optim.Optimizer):
@@ -31,12 +93,13 @@ class Owned(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[Any], optimizer_class: type[torch.optim.Optimizer], **options: Any
     ) -> None:
-        self.optimizer_class = optimizer_class
+        self.optimizer_class, self.options = optimizer_class, options
         self.owners: dict[nn.Parameter, int] = {}
         self.loads = [0] * dist.get_world_size()
         self.local: torch.optim.Optimizer | None = None
         self.whole: dict[str, Any] = {}
-        super().__init__(params, options)
+        # What the class has for options that are not given belongs into the groups that a program sees.
+        super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **options).defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Give each new parameter to the rank that has the fewest elements."""
@@ -47,7 +110,7 @@ class Owned(torch.optim.Optimizer):
             self.loads[self.owners[param]] += param.numel()
         mine = {**group, "params": [param for param in group["params"] if self.is_mine(param)]}
         if self.local is None:
-            self.local = self.optimizer_class([mine], **self.defaults)
+            self.local = self.optimizer_class([mine], **self.options)
         else:
             self.local.add_param_group(mine)
 
