@@ -1,0 +1,18 @@
+"""Anybody's sharded optimizer, held against the plain loop on real ranks: `zero-ref doctor`.
+
+- `diagnose`: the function; `report`: what it gives, in a terminal, as JSON and as JUnit's XML;
+- `program`: what the doctor asks of a program; an adapter for another library overrides it;
+- `trials`: the things that training does, one a trial; `model`: the model and data, whose sums are exact;
+- `on_rank`: a trial with the program, on a rank; `plain`: the same in one process, the plain loop;
+- `trace`, `compare`: what was noted, and where the two depart by more than reordered sums explain;
+- `causes`: plain loops with a mistake in them, one of which may give what was observed.
+"""
+
+from __future__ import annotations
+
+from zero_ref.doctor.diagnose import diagnose
+from zero_ref.doctor.program import NotSupportedError, Program
+from zero_ref.doctor.report import Departure, NotTried, Raised, Report
+from zero_ref.doctor.trials import NAMES as TRIALS
+
+__all__ = ["diagnose", "Program", "NotSupportedError", "Report", "Departure", "Raised", "NotTried", "TRIALS"]

@@ -1,0 +1,244 @@
+"""One trial with the program under test, on one rank."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_ref.doctor.model import Model, batch_for, drawn, set_values, spoilt
+from zero_ref.doctor.program import Loss, NotSupportedError, Program, as_program
+from zero_ref.doctor.trace import Snapshot, Trace
+from zero_ref.doctor.trials import ADDED, FROZEN, Step, Trial
+
+ADDED_OPTIONS = {"lr": 2.0**-3}
+"""Of the group that is added; also a weight decay, where the optimizer knows one."""
+ADDED_DECAY = 0.25
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all ranks need to know of a trial.
+
+    Args:
+        factory: makes the program.
+        own: the factory takes no model; `batch` and `loss` are its.
+        batch: of (rank, number), where the program has a model of its own.
+        first, last: the steps to play, from `first` up to and without `last`.
+        data_ranks: the number of ranks that targets are divisible by.
+    """
+
+    trial: Trial
+    factory: Callable[..., Any]
+    seed: int
+    own: bool = False
+    batch: Callable[[int, int], Any] | None = None
+    loss: Loss | None = None
+    first: int = 0
+    last: int = 1 << 30
+    data_ranks: int = 1
+    folder: str = ""
+
+    def data(self, step: Step, micro: int, rank: int, ranks: int) -> Any:
+        """A rank's batch of a step."""
+        number = step.number * 16 + micro
+        if self.batch is not None:
+            data = self.batch(rank, number)
+        else:
+            without = step.unused + (step.unused_on_first if rank == 0 else ())
+            data = batch_for(self.trial.shape, self.seed, rank, number, self.data_ranks, without)
+        return spoilt(data) if step.nan and rank == ranks - 1 else data
+
+    def added_data(self, step: Step, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A rank's batch for the layer that is added."""
+        return drawn(f"{self.seed}.{rank}.{step.number}.{micro}.added", *ADDED, self.data_ranks)
+
+    def added_layer(self) -> nn.Linear:
+        """The layer that is added, the same on each rank."""
+        layer = nn.Linear(*ADDED, bias=not self.trial.shape.matrices_only)
+        set_values(layer, self.seed + 1)
+        return layer
+
+
+def takes_model(factory: Callable[..., Any]) -> bool:
+    """Whether a factory takes the doctor's model: it has a parameter without a default."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(
+        one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        for one in parameters
+    )
+
+
+def added_options(optimizer: Any) -> dict[str, Any]:
+    """The options of the group that is added, of those that this optimizer knows."""
+    known = optimizer.param_groups[0]
+    return ADDED_OPTIONS | ({"weight_decay": ADDED_DECAY} if "weight_decay" in known else {})
+
+
+class Refused:
+    """A trial that a program cannot do."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+@dataclass
+class Played:
+    """What a rank noted.
+
+    Attributes:
+        module: where the program has a model of its own, a copy of it as it was at first.
+    """
+
+    trace: Trace
+    module: Any = None
+
+
+class Player:
+    """One rank's program, played through the steps of a trial."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.trace: Trace = []
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.number, self.doing = case.first, "construction"
+
+    def play_all(self) -> Played | Refused:
+        """Make the program, and play the steps from one save to the next."""
+        case, steps = self.case, self.case.trial.steps
+        self.program = self.make()
+        if reason := self.program.refuses(case.trial.name):
+            return Refused(reason)
+        module = copy.deepcopy(self.program.model) if case.own and case.first == 0 else None
+        if case.first == 0:
+            self.note(0, "start", self.program.values())
+        else:
+            self.doing = "load"
+            self.load(Path(case.folder), case.first)
+        for step in steps[case.first : case.last]:
+            if step.reloads and not case.trial.elsewhere:
+                self.reload(step.number)
+            self.play(step)
+        if case.last < len(steps):
+            self.doing = "save"
+            self.save(Path(case.folder))
+        return Played(self.trace, module)
+
+    def make(self) -> Program:
+        """A new program."""
+        case = self.case
+        torch.manual_seed(case.seed)
+        if case.own:
+            return as_program(case.factory(), None, case.loss)
+        model = Model(case.trial.shape, case.seed)
+        return as_program(case.factory(model), model, case.loss)
+
+    def note(self, step: int, phase: Any, tensors: Any) -> None:
+        """Add a snapshot to the trace."""
+        self.trace.append(Snapshot(step, phase, dict(tensors)))
+
+    def play(self, step: Step) -> None:
+        """One step of the trial."""
+        program, self.number = self.program, step.number
+        if step.adds:
+            self.doing = "add_group"
+            program.add_group(self.case.added_layer(), **added_options(program.optimizer))
+        if step.freezes is not None:
+            self.doing = "freeze"
+            program.freeze(program.model.get_submodule(FROZEN), step.freezes)
+        if step.factor is not None:
+            self.doing = "the scheduler"
+            program.set_lr_factor(step.factor)
+        self.doing = "zero_grad"
+        program.zero_grad(set_to_none=step.set_to_none)
+        self.gradients(step)
+        if step.max_norm is not None:
+            self.doing = "clip"
+            program.clip(step.max_norm)
+            self.note(step.number, "clip", program.gradients())
+        if not step.nan:
+            self.doing = "step"
+            program.step()
+        self.doing = "values"
+        self.note(step.number, "step", program.values())
+
+    def gradients(self, step: Step) -> None:
+        """Forward and backward of all micro-batches."""
+        program = self.program
+        if step.raises:
+            self.doing = "forward, before an exception"
+            self.loss(step, 15)
+        losses = []
+        for micro in range(step.micro):
+            self.doing = "forward"
+            if micro < step.micro - 1:
+                with program.no_sync():
+                    losses.append(self.backward(step, micro))
+            else:
+                losses.append(self.backward(step, micro))
+        self.doing = "after backward"
+        program.end_of_backward()
+        self.note(step.number, "forward", {"loss": torch.stack(losses)})
+        self.note(step.number, "backward", program.gradients())
+
+    def backward(self, step: Step, micro: int) -> torch.Tensor:
+        """Forward and backward of one micro-batch; its loss."""
+        loss = self.loss(step, micro)
+        self.doing = "backward"
+        self.program.backward(loss)
+        return loss.detach().float().reshape(())
+
+    def loss(self, step: Step, micro: int) -> torch.Tensor:
+        """Forward of one micro-batch."""
+        of_added = None
+        if self.program.added:
+            of_added = self.case.added_data(step, micro, self.rank)
+        return self.program.loss(self.case.data(step, micro, self.rank, self.ranks), of_added)
+
+    def reload(self, step: int) -> None:
+        """Save, and load into new objects."""
+        folder = Path(self.case.folder, "again")
+        self.number, self.doing = step, "save"
+        self.save(folder)
+        self.doing = "load"
+        self.program = self.make()
+        self.load(folder, step)
+
+    def save(self, folder: Path) -> None:
+        """Into a folder that rank 0 makes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        self.program.save(folder)
+        dist.barrier()
+
+    def load(self, folder: Path, step: int) -> None:
+        """From a folder; what was loaded is noted."""
+        self.program.load(folder)
+        self.note(step, "load", self.program.values())
+
+
+def play_on_rank(case: Case) -> Played | Refused:
+    """Play the steps of a trial on this rank, from one save to the next.
+
+    Collective: all ranks of the default group.
+    """
+    player = Player(case)
+    try:
+        return player.play_all()
+    except NotSupportedError as refusal:
+        return Refused(str(refusal))
+    except NotImplementedError as refusal:
+        return Refused(f"it raises {type(refusal).__name__}: {refusal}")
+    except BaseException as error:
+        error.add_note(f"in {player.doing}, step {player.number} of the trial {case.trial.name!r}")
+        raise

@@ -1,0 +1,288 @@
+"""What the doctor asks of a program under test: a `Program` is one rank's model, wrapper and optimizer.
+
+The methods of `Program` suit modules, DistributedDataParallel and whatever has the interface of a
+torch.optim.Optimizer. An adapter for another library overrides what differs there. What a program cannot do
+raises `NotSupportedError`, on all ranks alike, and the report says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_ref.clip import grad_norm
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+Loss = Callable[[Any, Any], torch.Tensor]
+"""Of what is called (the wrapper, or the model) and a batch."""
+
+
+class NotSupportedError(Exception):
+    """A program cannot do what a trial needs; the text says why. Raise it on all ranks alike."""
+
+
+class Program:
+    """One rank's part of a training program, as the doctor drives it.
+
+    Args:
+        optimizer: has `step()`, `zero_grad()` and `param_groups`.
+        model: the module itself, whose parameters are compared. None: `optimizer` alone was given, and the
+            doctor's model is filled in.
+        wrapper: what is called in place of the model, such as DistributedDataParallel(model).
+        averaged_by: who averages gradients over the ranks: "program", its wrapper, hooks or step; "doctor"
+            averages them by all_reduce after backward, for an optimizer that expects averages.
+        loss: of the wrapper and a batch; None: the wrapper, called with the batch, gives the loss.
+    Attributes:
+        cannot: trial names and the reason why this kind of program cannot do them.
+        added: modules whose parameters were added as groups; they are called beside the wrapper.
+    """
+
+    cannot: ClassVar[dict[str, str]] = {}
+
+    def __init__(
+        self,
+        optimizer: Any,
+        model: nn.Module,
+        wrapper: Any = None,
+        *,
+        averaged_by: Literal["program", "doctor"] = "program",
+        loss: Loss | None = None,
+    ) -> None:
+        self.optimizer, self.model = optimizer, model
+        self.wrapper: Any = model if wrapper is None else wrapper
+        self.averaged_by, self.loss_of = averaged_by, loss
+        self.added = nn.ModuleDict()
+        self._base_lrs: list[float] = []
+        self._scheduler: Any = None
+
+    # ------------------------------------------------------------------------------ what it cannot do
+
+    def refuses(self, trial: str) -> str | None:
+        """Why a trial cannot be tried with this program; None if it can."""
+        if trial == "unused parameters" and self._needs_all_gradients():
+            return "DistributedDataParallel was made without find_unused_parameters=True"
+        if trial == "buffers" and self.wrapper is self.model:
+            return "the program has no wrapper that could send buffers"
+        return self.cannot.get(trial)
+
+    def _needs_all_gradients(self) -> bool:
+        wrapper = self.wrapper
+        return isinstance(wrapper, DistributedDataParallel) and not wrapper.find_unused_parameters
+
+    # ---------------------------------------------------------------------------- forward and backward
+
+    def loss(self, batch: Any, of_added: Any = None) -> torch.Tensor:
+        """The loss of this rank's batch, and of the added layer's batch if there is one."""
+        loss = self.wrapper(batch) if self.loss_of is None else self.loss_of(self.wrapper, batch)
+        if of_added is None:
+            return loss
+        inputs, targets = of_added
+        return loss + (self.added["layer"](inputs) * targets).sum()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The gradients of one micro-batch, added to those that are there."""
+        loss.backward()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around forward and backward of every micro-batch of a step but the last."""
+        if hasattr(self.wrapper, "no_sync"):
+            with self.wrapper.no_sync():
+                yield
+        elif hasattr(self.wrapper, "set_requires_gradient_sync"):  # FSDP2
+            self.wrapper.set_requires_gradient_sync(False)
+            yield
+            self.wrapper.set_requires_gradient_sync(True)
+        else:
+            yield
+
+    def end_of_backward(self) -> None:
+        """After the last micro-batch of a step: average what nobody else does.
+
+        Collective: all ranks.
+        """
+        of_model = list(self.model.parameters()) if self.averaged_by == "doctor" else []
+        average([*of_model, *self.added.parameters()])
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """What is known of each parameter's gradient on this rank, whole; None where there is none."""
+        named = [*self.model.named_parameters(), *self.named_added()]
+        return {name: None if param.grad is None else whole(param.grad) for name, param in named}
+
+    # ------------------------------------------------------------------------------------------ the step
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradients so that the norm of all of them is at most this."""
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            grad_norm.clip_grad_norm_(self.optimizer, max_norm)
+            return
+        for owner in (self.wrapper, self.optimizer):
+            for method in ("clip_grad_norm_", "clip_grad_norm"):
+                if callable(getattr(owner, method, None)):
+                    getattr(owner, method)(max_norm)
+                    return
+        nn.utils.clip_grad_norm_([*self.model.parameters(), *self.added.parameters()], max_norm)
+
+    def step(self) -> None:
+        """The update, after which `values` gives the new values on every rank."""
+        self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """All gradients become None, or 0."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Every parameter by its name, whole, as this rank has it.
+
+        Collective: all ranks, where parameters are sharded.
+        """
+        named = [*self.model.named_parameters(), *self.named_added()]
+        return {name: whole(param) for name, param in named}
+
+    def named_added(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that were added, by name."""
+        return [(f"added.{name}", param) for name, param in self.added.named_parameters()]
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Every buffer of this rank's model by its name."""
+        return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+
+    # -------------------------------------------------------------------------------- what comes between
+
+    def set_lr_factor(self, factor: float) -> None:
+        """The scheduler: every group's learning rate becomes this factor times what it was at first."""
+        groups = self.optimizer.param_groups
+        self._base_lrs += [group["lr"] for group in groups[len(self._base_lrs) :]]
+        for group, lr in zip(groups, self._base_lrs, strict=True):
+            group["lr"] = lr * factor
+
+    def add_group(self, layer: nn.Module, **options: Any) -> None:
+        """Train this layer too, in a group of its own with these options."""
+        if not hasattr(self.optimizer, "add_param_group"):
+            raise NotSupportedError(f"{type(self.optimizer).__name__} has no add_param_group")
+        self.added["layer"] = layer
+        self.optimizer.add_param_group({"params": list(layer.parameters()), **options})
+
+    def freeze(self, layer: nn.Module, frozen: bool) -> None:
+        """Stop training a layer of the model, or go on."""
+        if self._needs_all_gradients():
+            raise NotSupportedError("DistributedDataParallel was made without find_unused_parameters=True")
+        layer.requires_grad_(not frozen)
+        if frozen:
+            for param in layer.parameters():
+                param.grad = None
+
+    # ----------------------------------------------------------------------------------- save and load
+
+    def save(self, folder: Path) -> None:
+        """Write values and optimizer state into this empty folder.
+
+        Collective: all ranks.
+        """
+        rank = dist.get_rank()
+        for method in ("state_dict", "load_state_dict"):
+            if not hasattr(self.optimizer, method):
+                raise NotSupportedError(f"{type(self.optimizer).__name__} has no {method}")
+        if hasattr(self.optimizer, "consolidate_state_dict"):
+            self.optimizer.consolidate_state_dict(to=0)
+        values, each_rank = self.values(), not hasattr(self.optimizer, "consolidate_state_dict")
+        if rank == 0 or each_rank:
+            saved = {
+                "each_rank": each_rank,
+                "optimizer": self.optimizer.state_dict(),
+                "values": values,
+                "buffers": self.buffers(),
+                "ranks": dist.get_world_size(),
+            }
+            torch.save(saved, folder / f"{rank}.pt")
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, perhaps on another number of ranks, into new objects.
+
+        Collective: all ranks.
+        """
+        mine, first = folder / f"{dist.get_rank()}.pt", folder / "0.pt"
+        saved = torch.load(first, weights_only=False)
+        if saved["each_rank"] and saved["ranks"] == dist.get_world_size():
+            saved = torch.load(mine, weights_only=False)
+        elif saved["each_rank"] and not is_whole(saved["optimizer"], self.optimizer):
+            raise NotSupportedError(
+                f"{type(self.optimizer).__name__}.state_dict() gives a rank's own part, and has no "
+                "consolidate_state_dict: override save and load of doctor.Program"
+            )
+        self.set_values(saved["values"], saved["buffers"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+    @torch.no_grad()
+    def set_values(self, values: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
+        """Give the model values that were saved."""
+        for name, param in self.model.named_parameters():
+            param.copy_(values[name])
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def average(params: list[nn.Parameter]) -> None:
+    """Replace gradients by their mean over the ranks; a rank without one counts as 0.
+
+    Collective: all ranks, with the same parameters.
+    """
+    for param in params:
+        has = torch.tensor([float(param.grad is not None)])
+        dist.all_reduce(has)
+        if has.item():
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(grad)
+            param.grad = grad.div_(dist.get_world_size())
+
+
+def is_whole(state_dict: Any, optimizer: Any) -> bool:
+    """Whether a state dict has the parameters of this optimizer, with state for each or for none."""
+    try:
+        saved = [len(group["params"]) for group in state_dict["param_groups"]]
+        ours = [len(group["params"]) for group in optimizer.param_groups]
+        return saved == ours and len(state_dict["state"]) in (0, sum(ours))
+    except (KeyError, TypeError):
+        return False
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the whole tensor; of a DTensor all ranks' parts together."""
+    full = getattr(tensor, "full_tensor", None)
+    return (full() if callable(full) else tensor).detach().clone()
+
+
+def as_program(returned: Any, model: nn.Module | None, loss: Loss | None) -> Program:
+    """What a factory returned, as a Program.
+
+    Args:
+        model: the doctor's; None if the factory has a model of its own.
+    Raises:
+        TypeError: it is neither an optimizer, nor a tuple of one with a wrapper, nor a Program.
+    """
+    if isinstance(returned, Program):
+        if returned.loss_of is None:
+            returned.loss_of = loss
+        return returned
+    parts = list(returned) if isinstance(returned, tuple) else [returned]
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    optimizers = [part for part in parts if not isinstance(part, nn.Module) and hasattr(part, "step")]
+    expected = "an optimizer, (optimizer, wrapper)" if model is not None else "(model, optimizer[, wrapper])"
+    if len(optimizers) != 1 or len(modules) > 2 or len(modules) + len(optimizers) != len(parts):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise TypeError(f"the factory returned ({kinds}): return {expected} or a doctor.Program.")
+    if model is None:
+        if not modules:
+            raise TypeError(
+                "the factory takes no model and returned none: return (model, optimizer[, wrapper])."
+            )
+        return Program(optimizers[0], modules[0], modules[-1], loss=loss)
+    by: Literal["program", "doctor"] = "program" if modules else "doctor"
+    return Program(optimizers[0], model, modules[0] if modules else None, averaged_by=by, loss=loss)

@@ -1,0 +1,36 @@
+"""What is noted of a trial: the losses, gradients and values after each phase of each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Phase = Literal["start", "load", "forward", "backward", "clip", "step"]
+"""Where in a step something was noted: "start" is before the first step, "load" after a save was loaded."""
+
+Tensors = dict[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's tensors by name, after a phase of a step.
+
+    Attributes:
+        tensors: values after "start", "load" and "step"; gradients after "backward" and "clip"; the losses of
+            the micro-batches, under the name "loss", after "forward". What cannot be seen is missing.
+    """
+
+    step: int
+    phase: Phase
+    tensors: Tensors
+
+    @property
+    def of_gradients(self) -> bool:
+        """Whether its tensors are gradients."""
+        return self.phase in ("backward", "clip")
+
+
+Trace = list[Snapshot]
+"""One rank's snapshots, in the order in which they were taken."""

@@ -1,0 +1,138 @@
+"""What training does, one thing a trial: the steps that the program and the plain loop both play."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from zero_ref.doctor.model import Shape
+
+MICRO = 3
+"""Micro-batches of a step that accumulates."""
+MAX_NORM = 1.0
+"""Far below the norm of the doctor's gradients: every clipping scales."""
+ADDED = (4, 6)
+"""Columns and rows of the layer of the group that is added."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a loop.
+
+    Args:
+        number: from 0 on.
+        micro: batches whose gradients are added up.
+        set_to_none: as `zero_grad` is called before.
+        max_norm: gradients are clipped to it; None: they are not.
+        factor: of all learning rates, by the scheduler; None: there is none.
+        nan: the data of the last rank are NaN, so no rank steps.
+        raises: before the batch, another one's forward is followed by an exception that the loop catches.
+        adds: a group is added before.
+        freezes: a layer is frozen (True) or unfrozen (False) before.
+        unused: layers without data on all ranks.
+        unused_on_first: layers without data on rank 0.
+        reloads: the state is saved and loaded, in new objects, before.
+    """
+
+    number: int
+    micro: int = 1
+    set_to_none: bool = True
+    max_norm: float | None = None
+    factor: float | None = None
+    nan: bool = False
+    raises: bool = False
+    adds: bool = False
+    freezes: bool | None = None
+    unused: tuple[str, ...] = ()
+    unused_on_first: tuple[str, ...] = ()
+    reloads: bool = False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One thing that training does.
+
+    Attributes:
+        name: as it is left out.
+        tries: in words.
+        shape: the model.
+        own: whether a program with a model of its own can be tried too.
+        elsewhere: what is saved is loaded on another number of ranks.
+    """
+
+    name: str
+    tries: str
+    steps: tuple[Step, ...]
+    shape: Shape = field(default_factory=Shape)
+    own: bool = True
+    elsewhere: bool = False
+
+
+FROZEN = "later"
+"""The layer that is frozen, or not used."""
+
+
+def make_trials(steps: int = 5, shape: Shape | None = None) -> tuple[Trial, ...]:
+    """All trials, the simplest first.
+
+    >>> [trial.name for trial in make_trials()][:3]
+    ['plain', 'accumulation', 'clipping']
+
+    Args:
+        steps: of each trial; at least 3, so that something can happen between two steps.
+    Raises:
+        ValueError: there are fewer than 3 steps.
+    """
+    if steps < 3:
+        raise ValueError(f"steps is {steps}, and a trial needs at least 3: one before, one with, one after.")
+    shape = shape or Shape()
+    base = tuple(Step(number) for number in range(steps))
+    middle = steps // 2
+
+    def at(number: int, **changes: object) -> tuple[Step, ...]:
+        return tuple(replace(step, **changes) if step.number == number else step for step in base)  # type: ignore[arg-type]
+
+    def each(**changes: object) -> tuple[Step, ...]:
+        return tuple(replace(step, **changes) for step in base)  # type: ignore[arg-type]
+
+    frozen = tuple(replace(step, freezes={1: True, steps - 1: False}.get(step.number)) for step in base)
+    unused = tuple(
+        replace(
+            step,
+            unused=(FROZEN,) if step.number == middle else (),
+            unused_on_first=("second",) if step.number == 1 else (),
+        )
+        for step in base
+    )
+    scheduled = tuple(replace(step, factor=2.0 ** -(step.number % 4)) for step in base)
+    return (
+        Trial("plain", "forward, backward, step", base, shape),
+        Trial("accumulation", f"{MICRO} micro-batches a step", each(micro=MICRO), shape),
+        Trial(
+            "clipping", f"the norm of all gradients clipped to {MAX_NORM:g}", each(max_norm=MAX_NORM), shape
+        ),
+        Trial("scheduler", "a learning rate that changes with each step", scheduled, shape),
+        Trial("group added", "a parameter group added with options of its own", at(middle, adds=True), shape),
+        Trial("frozen layer", "a layer frozen and unfrozen", frozen, shape, own=False),
+        Trial("save and load", "saved, loaded into new objects", at(middle, reloads=True), shape),
+        Trial(
+            "another world size",
+            "saved, loaded on another number of ranks",
+            at(middle, reloads=True),
+            shape,
+            elsewhere=True,
+        ),
+        Trial("unused parameters", "a layer not used, on one rank and on all", unused, shape, own=False),
+        Trial(
+            "mixed dtypes", "layers of bfloat16 among float32", base, replace(shape, mixed=True), own=False
+        ),
+        Trial("tied weights", "two layers with one weight", base, replace(shape, tied=True), own=False),
+        Trial("zero_grad", "zero_grad(set_to_none=False)", each(set_to_none=False), shape),
+        Trial("NaN step", "a step skipped, as a gradient is NaN", at(middle, nan=True), shape),
+        Trial("exception", "an exception between forward and backward", at(middle, raises=True), shape),
+        Trial("buffers", "a buffer that each forward changes", base, replace(shape, buffers=True), own=False),
+    )
+
+
+NAMES: Sequence[str] = tuple(trial.name for trial in make_trials())
+"""The names of all trials."""
