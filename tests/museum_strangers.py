@@ -1,6 +1,7 @@
 """Six mistakes that are neither in the museum nor in the doctor's table of causes.
 
-They were made before that table was looked at. The doctor has to find each at the right place, and may say that it
+They were made before that table was looked at. The doctor has to find each at the right place, and may
+say that it
 does not know the cause.
 """
 
@@ -24,7 +25,9 @@ class Swapped(Owned):
     """The first elements of two parameters' gradients change places, as windows of a bucket may."""
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        first, second = [param.grad.view(-1)[:4] for _, param in self.numbered()[:2] if param.grad is not None]
+        first, second = [
+            param.grad.view(-1)[:4] for _, param in self.numbered()[:2] if param.grad is not None
+        ]
         kept = first.clone()
         first.copy_(second)
         second.copy_(kept)
@@ -32,7 +35,9 @@ class Swapped(Owned):
 
 
 class Truncated(torch.optim.Optimizer):
-    """Each rank updates a slice of every parameter; what is left over by the division is updated by nobody."""
+    """Each rank updates a slice of every parameter; what is left over by the division is updated by
+    nobody.
+    """
 
     def __init__(self, params: Any, optimizer_class: type[torch.optim.Optimizer], **options: Any) -> None:
         super().__init__(params, options)
@@ -56,7 +61,9 @@ class Truncated(torch.optim.Optimizer):
 
 
 class FixedRate(Owned):
-    """The local optimizer keeps the learning rate of its construction; a scheduler changes another dictionary."""
+    """The local optimizer keeps the learning rate of its construction; a scheduler changes another
+    dictionary.
+    """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -66,7 +73,10 @@ class FixedRate(Owned):
 
 
 class LocalSquares(torch.optim.Optimizer):
-    """Averages Adam's moments over the ranks in place of the gradients. A mean of squares is no square of a mean."""
+    """Averages Adam's moments over the ranks in place of the gradients.
+
+    A mean of squares is no square of a mean.
+    """
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -134,7 +144,9 @@ def fixed_rate(model: nn.Module) -> Any:
 
 
 def rounded_on_the_way(model: nn.Module) -> Any:
-    """Gradients travel in 16 bits, which are enough for the doctor's whole numbers up to 256, and not for more."""
+    """Gradients travel in 16 bits, which are enough for the doctor's whole numbers up to 256, and not for
+    more.
+    """
     ddp = DDP(model)
     ddp.register_comm_hook(None, in_16_bits)
     return Owned(ddp.parameters(), torch.optim.AdamW, lr=LR), ddp

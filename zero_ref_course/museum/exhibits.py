@@ -1,4 +1,6 @@
-"""What an exhibit of the museum is: a program with one mistake, the report of who met it, and how to find it."""
+"""What an exhibit of the museum is: a program with one mistake, the report of who met it, and how to
+find it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class Exhibit:
         reports: addresses, the one that tells most first.
         year: of the first report.
         trial: the doctor's first trial that shows it.
-        cause: the name of the cause in the doctor's table; "" if it is in none.
+        phase: where in a step it begins: backward, clip, step, load or forward.
+        cause: words of the cause that the doctor names; "" if it finds the place and no cause.
         plain: what the doctor is given of the plain loop: `from_plain` and `options`, or `reference`.
     """
 
@@ -38,6 +41,7 @@ class Exhibit:
     reports: tuple[str, ...]
     year: int
     trial: str
+    phase: str
     cause: str
     plain: dict[str, Any] = field(default_factory=dict)
 
@@ -54,9 +58,7 @@ class Exhibit:
             **arguments: of `doctor.diagnose`; by default all trials are played.
         """
         name = self.name + (", mended" if mended else "")
-        return diagnose(
-            self.mended if mended else self.program, name=name, **{**self.plain, **arguments}
-        )
+        return diagnose(self.mended if mended else self.program, name=name, **{**self.plain, **arguments})
 
 
 gallery: list[Exhibit] = []
@@ -69,6 +71,7 @@ def exhibit(
     *reports: str,
     year: int,
     trial: str,
+    phase: str,
     cause: str,
     mended: Callable[..., Any] = Sharded,
     plain: dict[str, Any] | None = None,
@@ -77,7 +80,7 @@ def exhibit(
 
     def register(program: P) -> P:
         name = getattr(program, "__name__", "")
-        gallery.append(Exhibit(name, program, mended, reports, year, trial, cause, plain or ADAMW))
+        gallery.append(Exhibit(name, program, mended, reports, year, trial, phase, cause, plain or ADAMW))
         return program
 
     return register

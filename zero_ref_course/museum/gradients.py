@@ -22,10 +22,14 @@ from zero_ref_course.museum.right import LR, Sharded
     "https://github.com/facebookresearch/dinov3/pull/250",
     year=2025,
     trial="plain",
-    cause="summed",
+    phase="backward",
+    cause="summed over the ranks, and not averaged",
 )
 class Summed(Sharded):
-    """Gradients were summed over the ranks and not averaged. With Adam small runs look alike; large ones ended in NaN."""
+    """Gradients were summed over the ranks and not averaged.
+
+    With Adam small runs look alike; large ones ended in NaN.
+    """
 
     def end_of_backward(self) -> None:
         self.sum_gradients(self.params())
@@ -36,10 +40,13 @@ class Summed(Sharded):
     "https://github.com/meta-pytorch/torchtune/pull/2172",
     year=2024,
     trial="plain",
+    phase="backward",
     cause="averaged twice",
 )
 class AveragedTwice(Sharded):
-    """The loss was divided by the tokens of all ranks, and then the wrapper averaged: N ranks trained at lr / N."""
+    """The loss was divided by the tokens of all ranks, and then the wrapper averaged: N ranks trained at lr /
+    N.
+    """
 
     def backward(self, loss: torch.Tensor) -> None:
         super().backward(loss / dist.get_world_size())
@@ -57,11 +64,14 @@ class Wrapped(Program):
     "https://github.com/jingyaogong/minimind/issues/853",
     year=2026,
     trial="plain",
-    cause="one rank's gradients",
+    phase="backward",
+    cause="gradients are not reduced",
     mended=Wrapped,
 )
 class AroundTheWrapper(Wrapped):
-    """The trainer called `ddp.module`, so DDP's hooks were never armed, and each rank trained on its own data alone."""
+    """The trainer called `ddp.module`, so DDP's hooks were never armed, and each rank trained on its own data
+    alone.
+    """
 
     def loss(self, batch: Any, of_added: Any = None) -> torch.Tensor:
         wrapper, self.wrapper = self.wrapper, self.wrapper.module
@@ -74,10 +84,14 @@ class AroundTheWrapper(Wrapped):
     "https://github.com/moojink/openvla-oft/issues/160",
     year=2026,
     trial="plain",
-    cause="one rank's gradients",
+    phase="backward",
+    cause="gradients are not reduced",
 )
 class HeadAroundTheWrapper(Sharded):
-    """One layer, the action head, was called around its wrapper. Its gradients alone stayed those of each rank."""
+    """One layer, the action head, was called around its wrapper.
+
+    Its gradients alone stayed those of each rank.
+    """
 
     def params(self) -> list[nn.Parameter]:
         head = set(list(self.model.children())[-1].parameters())
@@ -89,10 +103,14 @@ class HeadAroundTheWrapper(Sharded):
     "https://github.com/huggingface/transformers/pull/48873",
     year=2026,
     trial="group added",
-    cause="one rank's gradients",
+    phase="backward",
+    cause="",
 )
 class LateParameters(Sharded):
-    """An adapter came after wrapping. Nobody averaged its gradients: each rank trained one of its own, rank 0's was saved."""
+    """An adapter came after wrapping.
+
+    Nobody averaged its gradients: each rank trained one of its own, rank 0's was saved.
+    """
 
     def params(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
@@ -140,11 +158,14 @@ class Buffered(Sharded):
     "https://github.com/allenai/open-instruct/pull/1498",
     year=2026,
     trial="accumulation",
-    cause="last micro-batch",
+    phase="backward",
+    cause="only the last micro-batch",
     mended=Buffered,
 )
 class LastMicroBatch(Buffered):
-    """`no_sync` was inherited and did nothing, so every micro-batch finished the buffer, and the next one cleared it."""
+    """`no_sync` was inherited and did nothing, so every micro-batch finished the buffer, and the next one
+    cleared it.
+    """
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -155,11 +176,15 @@ class LastMicroBatch(Buffered):
     "https://github.com/ServiceNow/Fast-LLM/issues/550",
     year=2026,
     trial="accumulation",
-    cause="last micro-batch",
+    phase="backward",
+    cause="",
     mended=Buffered,
 )
 class SharedBuffer(Buffered):
-    """Layers shared a buffer, which was copied where it should have been added. Only the embedding had one of its own."""
+    """Layers shared a buffer, which was copied where it should have been added.
+
+    Only the embedding had one of its own.
+    """
 
     def flush(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         if param is next(self.model.parameters()):
@@ -172,10 +197,13 @@ class SharedBuffer(Buffered):
     "https://github.com/lodestone-rock/RamTorch/issues/13",
     year=2026,
     trial="accumulation",
-    cause="",
+    phase="backward",
+    cause="reduced again with each micro-batch",
 )
 class ReducedAgain(Sharded):
-    """What had been summed over the ranks was in `.grad` when the next micro-batch came, and was summed again with it."""
+    """What had been summed over the ranks was in `.grad` when the next micro-batch came, and was summed again
+    with it.
+    """
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -189,10 +217,14 @@ class ReducedAgain(Sharded):
     "https://github.com/unslothai/unsloth-zoo/pull/1023",
     year=2026,
     trial="accumulation",
-    cause="",
+    phase="backward",
+    cause="divided by the number of micro-batches",
 )
 class DividedAgain(Sharded):
-    """The loss was divided by the number of micro-batches in two places: gradients were a fraction of what they were."""
+    """The loss was divided by the number of micro-batches in two places: gradients were a fraction of what
+    they
+    were.
+    """
 
     micro_batches = 0
 
@@ -213,10 +245,13 @@ class DividedAgain(Sharded):
     "https://github.com/sgl-project/SpecForge/pull/663",
     year=2026,
     trial="clipping",
-    cause="local norm",
+    phase="clip",
+    cause="clipped by a local norm",
 )
 class LocalNorm(Sharded):
-    """Each rank clipped its share by the norm of its share, so each rank had another factor, and all clipped too little."""
+    """Each rank clipped its share by the norm of its share, so each rank had another factor, and all clipped
+    too little.
+    """
 
     def clip(self, max_norm: float) -> None:
         share = [param for param in self.params() if self.optimizer.is_mine(param)]
@@ -228,10 +263,13 @@ class LocalNorm(Sharded):
     "https://github.com/ByteDance-Seed/VeOmni/issues/184",
     year=2025,
     trial="clipping",
+    phase="clip",
     cause="",
 )
 class CountedOnEveryRank(Sharded):
-    """The squares of parameters that every rank has in full were added up over the ranks: the norm was too large."""
+    """The squares of parameters that every rank has in full were added up over the ranks: the norm was too
+    large.
+    """
 
     def clip(self, max_norm: float) -> None:
         square = torch.zeros(())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zero_ref_course.museum.exhibits import exhibit
@@ -42,10 +40,13 @@ class ByTemplate(Owned):
     "https://github.com/KempnerInstitute/KempnerForge/pull/115",
     year=2026,
     trial="save and load",
-    cause="moments reset",
+    phase="step",
+    cause="is reset by loading",
 )
 class MomentsReset(OwnedBy):
-    """A new optimizer has no moments before its first step, so there was nothing to load into, and they began at 0."""
+    """A new optimizer has no moments before its first step, so there was nothing to load into, and they began
+    at 0.
+    """
 
     kind = ByTemplate
 
@@ -75,10 +76,13 @@ class ByOffset(Owned):
     "https://github.com/NVIDIA/Megatron-LM/pull/5077",
     year=2026,
     trial="save and load",
+    phase="step",
     cause="",
 )
 class ShiftedMoments(OwnedBy):
-    """State was packed without the padding behind each bucket and read with it: right in the first bucket only."""
+    """State was packed without the padding behind each bucket and read with it: right in the first bucket
+    only.
+    """
 
     kind = ByOffset
 
@@ -87,10 +91,14 @@ class ShiftedMoments(OwnedBy):
     "https://github.com/pytorch/pytorch/pull/125708",
     year=2024,
     trial="save and load",
+    phase="load",
     cause="",
 )
 class LoadingSteps(Sharded):
-    """To have a state to load into, loading made a step with gradients of 0. It moved nothing, but weights decayed."""
+    """To have a state to load into, loading made a step with gradients of 0.
+
+    It moved nothing, but weights decayed.
+    """
 
     def set_values(self, values: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
         super().set_values(values, buffers)
@@ -104,10 +112,13 @@ class LoadingSteps(Sharded):
     "https://github.com/NVIDIA/Megatron-LM/pull/6920",
     year=2026,
     trial="save and load",
-    cause="broadcast lost",
+    phase="load",
+    cause="",
 )
 class NotSentAfterLoading(Sharded):
-    """After loading each rank put its own share into the model, and the loop that sends it to the others was empty."""
+    """After loading each rank put its own share into the model, and the loop that sends it to the others was
+    empty.
+    """
 
     def set_values(self, values: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
         mine = {
@@ -155,12 +166,15 @@ class WithMasters(Sharded):
     "https://github.com/vllm-project/speculators/pull/765",
     year=2026,
     trial="mixed dtypes",
-    cause="masters not used",
+    phase="step",
+    cause="",
     mended=WithMasters,
     plain={"from_plain": torch.optim.AdamW, "options": SHRINKING, "masters": True, "steps": 40},
 )
 class NoMasters(Sharded):
-    """All was 16 bits, so a weight of 1 could not move by less than 1/256: norms were 1.0 after the whole training."""
+    """All was 16 bits, so a weight of 1 could not move by less than 1/256: norms were 1.0 after the whole
+    training.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, **SHRINKING)
@@ -194,11 +208,15 @@ class MainCopies(Sharded):
     "https://github.com/NVIDIA/Megatron-LM/pull/5071",
     year=2026,
     trial="save and load",
-    cause="",
+    phase="step",
+    cause="those that training began with",
     mended=MainCopies,
 )
 class StaleMasters(MainCopies):
-    """Loading changed the model and not the optimizer's copies. The next step wrote the old values back over the new."""
+    """Loading changed the model and not the optimizer's copies.
+
+    The next step wrote the old values back over the new.
+    """
 
     def copy_values(self) -> None:
         self.main = self.main or {param: param.detach().clone() for param in self.params()}
@@ -211,10 +229,14 @@ class StaleMasters(MainCopies):
     "https://github.com/verl-project/verl/issues/7834",
     year=2026,
     trial="tied weights",
+    phase="backward",
     cause="",
 )
 class Untied(Sharded):
-    """New storage was made for every parameter, so head and embedding were tied no more, and each got half its gradient."""
+    """New storage was made for every parameter, so head and embedding were tied no more, and each got half
+    its
+    gradient.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         seen: set[nn.Parameter] = set()
@@ -231,11 +253,14 @@ class Untied(Sharded):
     "https://github.com/facebookresearch/detectron2/issues/5409",
     year=2024,
     trial="buffers",
-    cause="buffer",
+    phase="forward",
+    cause="buffers are not synchronised",
     mended=Wrapped,
 )
 class BuffersOfEachRank(Wrapped):
-    """Each rank made statistics of its own data, so the ranks evaluated different models with equal parameters."""
+    """Each rank made statistics of its own data, so the ranks evaluated different models with equal
+    parameters.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, broadcast_buffers=False)

@@ -1,7 +1,10 @@
-"""A right program in a hundred lines: stage 1 on top of averaged gradients. Each exhibit gets one method wrong.
+"""A right program in a hundred lines: stage 1 on top of averaged gradients.
+
+Each exhibit gets one method wrong.
 
 - `Sharded`: the program, as the doctor drives it;
-- `Owned`: its optimizer, in the manner of `zero_ref/stairs/owners.py`: each parameter has an owner, which keeps
+- `Owned`: its optimizer, in the manner of `zero_ref/stairs/owners.py`: each parameter has an owner,
+  which keeps
   its state and updates it, then sends it to all;
 - `MuonAndAdamW`: a plain optimizer that treats a parameter as a matrix, so what it is given must be whole.
 """
@@ -60,7 +63,10 @@ class Sharded(Program):
         self.divide_gradients(dist.get_world_size())
 
     def sum_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Replace each gradient by the sum over the ranks; a rank that has none adds 0. Collective: all ranks."""
+        """Replace each gradient by the sum over the ranks; a rank that has none adds 0.
+
+        Collective: all ranks.
+        """
         for param in params:
             have_it = torch.tensor(float(param.grad is not None))
             dist.all_reduce(have_it)
@@ -138,7 +144,10 @@ class Owned(torch.optim.Optimizer):
             dist.broadcast(param.data, group_src=owner)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the state of all parameters, by number; `state_dict` then gives it. Collective: all ranks."""
+        """Gather the state of all parameters, by number; `state_dict` then gives it.
+
+        Collective: all ranks.
+        """
         assert self.local is not None
         state = self.local.state
         mine = {n: state[p] for n, p in self.numbered() if self.is_mine(p) and p in state}
@@ -228,6 +237,7 @@ class MuonAndAdamW(torch.optim.AdamW):
     def step_matrix(self, param: nn.Parameter, grad: torch.Tensor, group: dict[str, Any]) -> None:
         """Move a matrix by the orthogonal matrix nearest to its momentum."""
         state = self.state[param]
+        state.setdefault("step", torch.zeros(()))  # AdamW looks for one in every state that it loads
         momentum = state.setdefault("momentum", torch.zeros_like(param))
         momentum.mul_(0.9).add_(grad)
         param.sub_(group["lr"] * orthogonalized(momentum))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,12 +39,16 @@ class LeftToTheWrapper(MuonAndAdamW):
     "https://github.com/deepspeedai/DeepSpeed/issues/8441",
     year=2026,
     trial="plain",
-    cause="another class",
+    phase="step",
+    cause="",
     mended=ShardedMuon,
     plain=MUON,
 )
 class MuonIsSGD(ShardedMuon):
-    """Muon's step relied on the ZeRO wrapper to orthogonalize. Without one, the default, it was plain descent."""
+    """Muon's step relied on the ZeRO wrapper to orthogonalize.
+
+    Without one, the default, it was plain descent.
+    """
 
     optimizer_class = LeftToTheWrapper
 
@@ -68,12 +73,16 @@ class AsStored(MuonAndAdamW):
     "https://github.com/deepspeedai/DeepSpeed/pull/8438",
     year=2026,
     trial="plain",
-    cause="another class",
+    phase="step",
+    cause="AdamW steps in place of",
     mended=ShardedMuon,
     plain=MUON,
 )
 class MuonIsAdamW(ShardedMuon):
-    """A sharded parameter is stored flat, and a flat tensor is no matrix: Muon was never chosen, AdamW stepped all."""
+    """A sharded parameter is stored flat, and a flat tensor is no matrix: Muon was never chosen, AdamW
+    stepped
+    all.
+    """
 
     optimizer_class = AsStored
 
@@ -94,17 +103,15 @@ class InPieces(MuonAndAdamW):
                 min(max(rank * share - start, 0), param.numel()) for rank in range(dist.get_world_size() + 1)
             ]
             edges[-1] = param.numel()
-            found[param] = [slice(a, b) for a, b in zip(edges, edges[1:])]
+            found[param] = [slice(a, b) for a, b in pairwise(edges)]
             start += param.numel()
         return found
 
     def step_matrix(self, param: nn.Parameter, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        before = param.detach().clone()
         super().step_matrix(param, grad, group)
         for rank, part in enumerate(self.ranges()[param]):
             if part.start < part.stop:
                 dist.broadcast(param.data.view(-1)[part], group_src=rank)
-        assert before.shape == param.shape
 
 
 class MuonInPieces(Sharded):
@@ -124,12 +131,16 @@ class MuonInPieces(Sharded):
     "https://github.com/deepspeedai/DeepSpeed/pull/8091",
     year=2026,
     trial="plain",
-    cause="matrix cut",
+    phase="step",
+    cause="",
     mended=MuonInPieces,
     plain=MUON,
 )
 class HalfReduced(MuonInPieces):
-    """Each rank got averages for its own range only. A matrix on the border was orthogonalized half averaged, half local."""
+    """Each rank got averages for its own range only.
+
+    A matrix on the border was orthogonalized half averaged, half local.
+    """
 
     def end_of_backward(self) -> None:
         local = {param: param.grad.clone() for param in self.params() if param.grad is not None}
@@ -160,7 +171,8 @@ class Rows(MuonAndAdamW):
     "https://github.com/deepspeedai/DeepSpeed/issues/8437",
     year=2026,
     trial="plain",
-    cause="matrix cut",
+    phase="step",
+    cause="a piece of each matrix",
     mended=ShardedMuon,
     plain=MUON,
 )
@@ -177,7 +189,8 @@ class RowsOfARank(ShardedMuon):
     "https://github.com/nvidia-cosmos/cosmos-rl/pull/511",
     year=2026,
     trial="plain",
-    cause="options",
+    phase="step",
+    cause="eps is not passed on",
     mended=lambda model: Sharded(model, eps=2.0**-10),
     plain={"from_plain": torch.optim.AdamW, "options": {"lr": LR, "eps": 2.0**-10}},
 )
@@ -200,10 +213,14 @@ class TakesParametersOnly(Owned):
     "https://github.com/deepspeedai/DeepSpeed/pull/8440",
     year=2026,
     trial="group added",
-    cause="options",
+    phase="step",
+    cause="options of the group that was added are not passed on",
 )
 class GroupsDiscarded(Sharded):
-    """Of the groups that a program gave, the optimizer took the parameters, and for all of them its own lr and decay."""
+    """Of the groups that a program gave, the optimizer took the parameters, and for all of them its own lr
+    and
+    decay.
+    """
 
     def sharded(self, params: Iterable[nn.Parameter], optimizer_class: Any, options: dict[str, Any]) -> Owned:
         return TakesParametersOnly(params, optimizer_class, **options)
@@ -239,12 +256,15 @@ class ByKind(Sharded):
     "https://github.com/verl-project/verl/issues/5070",
     year=2026,
     trial="plain",
-    cause="weight decay",
+    phase="step",
+    cause="weight_decay of group 0",
     mended=ByKind,
     plain={"reference": plain_by_kind},
 )
 class EverythingDecays(Sharded):
-    """A refactoring lost `weight_decay=False` where biases and norms are made, so they decayed like matrices."""
+    """A refactoring lost `weight_decay=False` where biases and norms are made, so they decayed like
+    matrices.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, weight_decay=DECAY)
@@ -254,6 +274,7 @@ class EverythingDecays(Sharded):
     "https://github.com/huggingface/accelerate/issues/2926",
     year=2024,
     trial="scheduler",
+    phase="step",
     cause="",
 )
 class SteppedByEveryRank(Sharded):
@@ -267,7 +288,9 @@ class SteppedByEveryRank(Sharded):
 
 
 class ThroughCopies(Sharded):
-    """Right: the optimizer has copies of the parameters, as on another device, and gradients are copied to them."""
+    """Right: the optimizer has copies of the parameters, as on another device, and gradients are copied to
+    them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -289,11 +312,14 @@ class ThroughCopies(Sharded):
     "https://github.com/NVIDIA/Megatron-LM/pull/6871",
     year=2026,
     trial="unused parameters",
-    cause="stale gradient",
+    phase="step",
+    cause="gradient of an earlier step",
     mended=ThroughCopies,
 )
 class StaleCopy(ThroughCopies):
-    """Where a parameter had no gradient, its copy kept the one of the step before, and was updated with it again."""
+    """Where a parameter had no gradient, its copy kept the one of the step before, and was updated with it
+    again.
+    """
 
     def copy_gradient(self, param: nn.Parameter) -> None:
         if param.grad is not None:
@@ -317,7 +343,8 @@ class DecaysWithout(torch.optim.AdamW):
     "https://github.com/KellerJordan/Muon/issues/54",
     year=2025,
     trial="frozen layer",
-    cause="frozen",
+    phase="step",
+    cause="",
 )
 class DecaysWithoutGradient(Sharded):
     """Weight decay was applied to all parameters, also to those without a gradient: a frozen layer shrank."""
@@ -331,10 +358,13 @@ class DecaysWithoutGradient(Sharded):
     "https://github.com/huggingface/accelerate/issues/3256",
     year=2024,
     trial="plain",
-    cause="",
+    phase="step",
+    cause="no rank has updated",
 )
 class OldParameters(Sharded):
-    """The optimizer was made before the model was wrapped, of parameters that the wrapper replaced: nothing moved."""
+    """The optimizer was made before the model was wrapped, of parameters that the wrapper replaced: nothing
+    moved.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
