@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_ref.doctor import Program
-from zero_ref_course.museum.right import Owned
+from zero_ref_course.gallery.right import Owned
 
 LR = 0.05
 

@@ -18,11 +18,11 @@ from zero_ref import OSS, ShardedDataParallel, ZeroRedundancyOptimizer, reduce_t
 from zero_ref.doctor import Program
 from zero_ref.plan.choice import RULES
 from zero_ref.stairs import buckets, owners
-from zero_ref_course.museum.exhibits import ADAMW
-from zero_ref_course.museum.gradients import Buffered, Wrapped
-from zero_ref_course.museum.loads import MainCopies, WithMasters
-from zero_ref_course.museum.right import LR, Sharded
-from zero_ref_course.museum.steps import (
+from zero_ref_course.gallery.exhibits import ADAMW
+from zero_ref_course.gallery.gradients import Buffered, Wrapped
+from zero_ref_course.gallery.loads import MainCopies, WithMasters
+from zero_ref_course.gallery.right import LR, Sharded
+from zero_ref_course.gallery.steps import (
     MUON,
     ByKind,
     MuonInPieces,

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from zero_ref.doctor import TRIALS
-from zero_ref_course.museum import all_exhibits
+from zero_ref_course.gallery import all_exhibits
 
 EXHIBITS = all_exhibits()
 NAMED_IN_THE_CHAPTER = (

@@ -10,8 +10,8 @@ import torch
 from right_programs import RIGHT
 
 from zero_ref.doctor import Report, diagnose
-from zero_ref_course.museum import Exhibit, all_exhibits
-from zero_ref_course.museum.right import LR
+from zero_ref_course.gallery import Exhibit, all_exhibits
+from zero_ref_course.gallery.right import LR
 
 pytestmark = pytest.mark.ranks
 

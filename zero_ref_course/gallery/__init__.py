@@ -10,14 +10,14 @@ True
 
 from __future__ import annotations
 
-from zero_ref_course.museum.exhibits import Exhibit
+from zero_ref_course.gallery.exhibits import Exhibit
 
 __all__ = ["Exhibit", "all_exhibits"]
 
 
 def all_exhibits() -> dict[str, Exhibit]:
     """The exhibits by name, gradients first, then steps, then what comes back from a save."""
-    from zero_ref_course.museum import gradients, loads, steps  # noqa: F401  # they register what they have
-    from zero_ref_course.museum.exhibits import gallery
+    from zero_ref_course.gallery import gradients, loads, steps  # noqa: F401  # they register what they have
+    from zero_ref_course.gallery.exhibits import gallery
 
     return {exhibit.name: exhibit for exhibit in gallery}

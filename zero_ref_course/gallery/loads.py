@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_ref_course.museum.exhibits import exhibit
-from zero_ref_course.museum.gradients import Wrapped
-from zero_ref_course.museum.right import Owned, Sharded
+from zero_ref_course.gallery.exhibits import exhibit
+from zero_ref_course.gallery.gradients import Wrapped
+from zero_ref_course.gallery.right import Owned, Sharded
 
 # ------------------------------------------------------------------------------------------------- moments
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_ref_course.museum.exhibits import exhibit
-from zero_ref_course.museum.right import LR, MuonAndAdamW, Owned, Sharded, orthogonalized
+from zero_ref_course.gallery.exhibits import exhibit
+from zero_ref_course.gallery.right import LR, MuonAndAdamW, Owned, Sharded, orthogonalized
 
 MUON: dict[str, Any] = {"from_plain": MuonAndAdamW, "options": {"lr": LR}}
 

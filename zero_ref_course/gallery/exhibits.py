@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from zero_ref.doctor import Report, diagnose
-from zero_ref_course.museum.right import LR, Sharded
+from zero_ref_course.gallery.right import LR, Sharded
 
 __all__ = ["Exhibit", "exhibit", "gallery"]
 

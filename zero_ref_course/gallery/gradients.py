@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.doctor.program import Program
-from zero_ref_course.museum.exhibits import exhibit
-from zero_ref_course.museum.right import LR, Sharded
+from zero_ref_course.gallery.exhibits import exhibit
+from zero_ref_course.gallery.right import LR, Sharded
 
 # ------------------------------------------------------------------------------------- over the ranks
 
