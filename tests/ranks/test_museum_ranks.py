@@ -25,18 +25,22 @@ ADAMW: dict[str, Any] = {"from_plain": torch.optim.AdamW, "options": {"lr": LR}}
 # cause that would be right, where there is one.
 STRANGERS: dict[str, tuple[str, int, tuple[str, ...], str, str]] = {
     "swapped": ("plain", 0, ("step",), "first.weight", ""),
-    "truncated": ("plain", 0, ("step",), "second.weight", "no rank has updated"),
+    # 45 elements leave a remainder on 2 ranks, and 10 elements on 3 and 4.
+    "truncated": ("plain", 0, ("step",), "second.weight first.bias", "no rank has updated elements"),
     "fixed_rate": ("scheduler", 1, ("step",), "first.weight", "the scheduler's learning rate does not reach"),
+    "rounded_on_the_way": ("plain", 0, ("backward", "step"), "first.weight", "rounded to bfloat16"),
     # Its gradients are local by design, so a departure may begin with them for all that can be seen.
     "local_squares": ("plain", 0, ("backward", "step"), "first.weight", ""),
-    "norm_of_before": ("clipping", 1, ("clip",), "first.weight", ""),
+    "norm_of_before": ("clipping", 1, ("clip",), "first.weight", "which is not the norm of all gradients"),
 }
 
 
 def held(exhibit: Exhibit, report: Report) -> None:
     assert report.departures, str(report)
     departure = report.departures[0]
-    assert (departure.trial, departure.phase) == (exhibit.trial, exhibit.phase)
+    assert departure.trial == exhibit.trial
+    # Where Adam hides a scale, the update shows it a step later than the gradients would.
+    assert departure.phase in (exhibit.phase, "step")
     assert not exhibit.cause or any(exhibit.cause in cause for cause in departure.causes), departure.causes
 
 
@@ -83,7 +87,8 @@ def strange(name: str, ranks: int) -> None:
     trial, step, phases, parameter, cause = STRANGERS[name]
     report = diagnose(getattr(museum_strangers, name), ranks=(ranks,), only=("plain", trial), **ADAMW)
     departure = report.departures[0]
-    assert (departure.trial, departure.step, departure.parameter) == (trial, step, parameter)
+    assert (departure.trial, departure.step) == (trial, step)
+    assert departure.parameter in parameter.split()
     assert departure.phase in phases
     assert all(cause and cause in found for found in departure.causes), departure.causes
 

@@ -55,8 +55,10 @@ class AveragedTwice(Sharded):
 class Wrapped(Program):
     """Right: DistributedDataParallel and a plain AdamW."""
 
-    def __init__(self, model: nn.Module, **options: bool) -> None:
-        ddp = DistributedDataParallel(model, find_unused_parameters=True, **options)
+    def __init__(self, model: nn.Module, broadcast_buffers: bool = True) -> None:
+        ddp = DistributedDataParallel(
+            model, find_unused_parameters=True, broadcast_buffers=broadcast_buffers
+        )
         super().__init__(torch.optim.AdamW(model.parameters(), lr=LR), model, ddp)
 
 
@@ -104,7 +106,7 @@ class HeadAroundTheWrapper(Sharded):
     year=2026,
     trial="group added",
     phase="backward",
-    cause="",
+    cause="gradients are not reduced",
 )
 class LateParameters(Sharded):
     """An adapter came after wrapping.
@@ -177,7 +179,7 @@ class LastMicroBatch(Buffered):
     year=2026,
     trial="accumulation",
     phase="backward",
-    cause="",
+    cause="only the last micro-batch",
     mended=Buffered,
 )
 class SharedBuffer(Buffered):
@@ -264,7 +266,7 @@ class LocalNorm(Sharded):
     year=2025,
     trial="clipping",
     phase="clip",
-    cause="",
+    cause="counts what is no matrix once for every rank",
 )
 class CountedOnEveryRank(Sharded):
     """The squares of parameters that every rank has in full were added up over the ranks: the norm was too

@@ -92,7 +92,7 @@ class ShiftedMoments(OwnedBy):
     year=2024,
     trial="save and load",
     phase="load",
-    cause="",
+    cause="loading makes a step with gradients of 0",
 )
 class LoadingSteps(Sharded):
     """To have a state to load into, loading made a step with gradients of 0.
@@ -113,7 +113,7 @@ class LoadingSteps(Sharded):
     year=2026,
     trial="save and load",
     phase="load",
-    cause="",
+    cause="a broadcast was lost",
 )
 class NotSentAfterLoading(Sharded):
     """After loading each rank put its own share into the model, and the loop that sends it to the others was
@@ -151,7 +151,7 @@ class OnMasters(torch.optim.AdamW):
             param.grad = grad
 
 
-SHRINKING: dict[str, float] = {"lr": 2.0**-12, "weight_decay": 6.0}
+SHRINKING: dict[str, Any] = {"lr": 2.0**-12, "weight_decay": 6.0}
 """What a step takes from a weight is a seven-hundredth of it; 16 bits hold no finer step than a 256th."""
 
 
@@ -166,8 +166,8 @@ class WithMasters(Sharded):
     "https://github.com/vllm-project/speculators/pull/765",
     year=2026,
     trial="mixed dtypes",
-    phase="step",
-    cause="",
+    phase="forward",
+    cause="masters are not used",
     mended=WithMasters,
     plain={"from_plain": torch.optim.AdamW, "options": SHRINKING, "masters": True, "steps": 40},
 )
@@ -230,7 +230,7 @@ class StaleMasters(MainCopies):
     year=2026,
     trial="tied weights",
     phase="backward",
-    cause="",
+    cause="gradient of tied weights lacks",
 )
 class Untied(Sharded):
     """New storage was made for every parameter, so head and embedding were tied no more, and each got half

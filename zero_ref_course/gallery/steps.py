@@ -40,7 +40,7 @@ class LeftToTheWrapper(MuonAndAdamW):
     year=2026,
     trial="plain",
     phase="step",
-    cause="",
+    cause="SGD steps in place of",
     mended=ShardedMuon,
     plain=MUON,
 )
@@ -132,7 +132,7 @@ class MuonInPieces(Sharded):
     year=2026,
     trial="plain",
     phase="step",
-    cause="",
+    cause="averages in its own range alone",
     mended=MuonInPieces,
     plain=MUON,
 )
@@ -275,7 +275,7 @@ class EverythingDecays(Sharded):
     year=2024,
     trial="scheduler",
     phase="step",
-    cause="",
+    cause="advances once for every rank",
 )
 class SteppedByEveryRank(Sharded):
     """The wrapped scheduler advanced once for each rank in every step: two ranks decayed twice as fast."""
@@ -344,7 +344,7 @@ class DecaysWithout(torch.optim.AdamW):
     year=2025,
     trial="frozen layer",
     phase="step",
-    cause="",
+    cause="without a gradient still decays",
 )
 class DecaysWithoutGradient(Sharded):
     """Weight decay was applied to all parameters, also to those without a gradient: a frozen layer shrank."""
