@@ -250,7 +250,7 @@ def test_the_command_writes_to_a_new_folder_and_prints_the_files(
 @pytest.mark.parametrize(
     ("words", "answers"),
     [
-        (["--chapter", "88"], ["there is no chapter '88'; there are 01_ledger, 02_", "18_rpc."]),
+        (["--chapter", "88"], ["there is no chapter '88'; there are 01_ledger, 02_", "19_museum."]),
         (["--source", "nowhere"], ["there are no chapters in 'nowhere'", "in the folder notebooks"]),
         (["--source", "{not_notebooks}"], ["03_partition.ipynb is not a Jupyter notebook"]),
     ],
