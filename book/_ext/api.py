@@ -69,6 +69,7 @@ CHAPTER_OF = {
     "zero_ref.consolidation_hook": 10,
     "zero_ref.consolidation_callback": 10,
     "zero_ref.AveragingSchedule": 17,
+    "zero_ref.doctor": None,
     "zero_ref.ModelAverager": 17,
     "zero_ref.PeriodicModelAverager": 17,
     "zero_ref.HierarchicalModelAverager": 17,

@@ -6,6 +6,7 @@ import copy
 import inspect
 import linecache
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -248,7 +249,11 @@ def play_on_rank(case: Case) -> Played | Refused:
     """
     player = Player(case)
     try:
-        return player.play_all()
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "default"
+            )  # a warning of the program is no error, whatever the caller's filters
+            return player.play_all()
     except NotSupportedError as refusal:
         return Refused(str(refusal))
     except NotImplementedError as refusal:
