@@ -95,7 +95,7 @@ def test_a_chapter_is_found_by_its_number_and_by_its_name() -> None:
 
     assert names("step", "3") == ["03_partition.ipynb", "04_step.ipynb"]  # in the book's order
     assert names("03") == names("03_partition") == names("partition") == names("3", "partition")
-    assert len(names()) == 18
+    assert len(names()) == 19
     assert names("join", "precision", "clipping") == [
         "11_clipping.ipynb", "12_precision.ipynb", "15_join.ipynb",
     ]  # fmt: skip
@@ -250,7 +250,7 @@ def test_the_command_writes_to_a_new_folder_and_prints_the_files(
 @pytest.mark.parametrize(
     ("words", "answers"),
     [
-        (["--chapter", "88"], ["there is no chapter '88'; there are 01_ledger, 02_", "18_rpc."]),
+        (["--chapter", "88"], ["there is no chapter '88'; there are 01_ledger, 02_", "19_museum."]),
         (["--source", "nowhere"], ["there are no chapters in 'nowhere'", "in the folder notebooks"]),
         (["--source", "{not_notebooks}"], ["03_partition.ipynb is not a Jupyter notebook"]),
     ],

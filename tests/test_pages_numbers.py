@@ -122,9 +122,9 @@ def test_index_says_what_a_prediction_earns() -> None:
 
 
 def test_course_counts_chapters_and_exercises() -> None:
-    assert len(CHAPTERS) == 18
-    assert sum(map(exercises_of, CHAPTERS)) == 55
-    assert "The book has 18 chapters and 55 exercises" in text_of("book/course.md")
+    assert len(CHAPTERS) == 19
+    assert sum(map(exercises_of, CHAPTERS)) == 57
+    assert "The book has 19 chapters and 57 exercises" in text_of("book/course.md")
 
 
 def test_course_counts_the_exercises_of_each_chapter() -> None:

@@ -60,6 +60,7 @@ CHAPTERS = (
     "scale",
     "local_sgd",
     "rpc",
+    "museum",
 )
 """The modules with graders, in the order in which the chapters are read. A new chapter adds its name."""
 

@@ -1,0 +1,86 @@
+"""What an exhibit of the museum is: a program with one mistake, the report of who met it, and how to
+find it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from zero_ref.doctor import Report, diagnose
+from zero_ref_course.gallery.right import LR, Sharded
+
+__all__ = ["Exhibit", "exhibit", "gallery"]
+
+P = TypeVar("P", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A real mistake, re-created.
+
+    Attributes:
+        name: of the class that has the mistake.
+        program: a factory for the doctor, with the mistake.
+        mended: the same without it.
+        reports: addresses, the one that tells most first.
+        year: of the first report.
+        trial: the doctor's first trial that shows it.
+        phase: where in a step it begins: backward, clip, step, load or forward.
+        cause: words of the cause that the doctor names; "" if it finds the place and no cause.
+        plain: what the doctor is given of the plain loop: `from_plain` and `options`, or `reference`.
+    """
+
+    name: str
+    program: Callable[..., Any]
+    mended: Callable[..., Any]
+    reports: tuple[str, ...]
+    year: int
+    trial: str
+    phase: str
+    cause: str
+    plain: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def story(self) -> str:
+        """What happened, in one paragraph: the docstring of the program."""
+        return inspect.getdoc(self.program) or ""
+
+    def diagnose(self, mended: bool = False, **arguments: Any) -> Report:
+        """The doctor's report of the program.
+
+        Args:
+            mended: of the right one.
+            **arguments: of `doctor.diagnose`; by default all trials are played.
+        """
+        name = self.name + (", mended" if mended else "")
+        return diagnose(self.mended if mended else self.program, name=name, **{**self.plain, **arguments})
+
+
+gallery: list[Exhibit] = []
+"""All exhibits, in the order in which the modules of the museum define them."""
+
+ADAMW: dict[str, Any] = {"from_plain": torch.optim.AdamW, "options": {"lr": LR}}
+
+
+def exhibit(
+    *reports: str,
+    year: int,
+    trial: str,
+    phase: str,
+    cause: str,
+    mended: Callable[..., Any] = Sharded,
+    plain: dict[str, Any] | None = None,
+) -> Callable[[P], P]:
+    """Put a program into the museum."""
+
+    def register(program: P) -> P:
+        name = getattr(program, "__name__", "")
+        gallery.append(Exhibit(name, program, mended, reports, year, trial, phase, cause, plain or ADAMW))
+        return program
+
+    return register

@@ -1,0 +1,373 @@
+"""Exhibits: the step. Another class, other options, a piece of a matrix, a parameter without a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_ref_course.gallery.exhibits import exhibit
+from zero_ref_course.gallery.right import LR, MuonAndAdamW, Owned, Sharded, orthogonalized
+
+MUON: dict[str, Any] = {"from_plain": MuonAndAdamW, "options": {"lr": LR}}
+
+
+class ShardedMuon(Sharded):
+    """Right: matrices by Muon, the rest by AdamW, each parameter whole at its owner."""
+
+    optimizer_class: type[torch.optim.Optimizer] = MuonAndAdamW
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, self.optimizer_class)
+
+
+# --------------------------------------------------------------------------------------- another class
+
+
+class LeftToTheWrapper(MuonAndAdamW):
+    """Assumes that what it is given as a gradient has been orthogonalized."""
+
+    def step_matrix(self, param: nn.Parameter, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * grad)
+
+
+@exhibit(
+    "https://github.com/deepspeedai/DeepSpeed/issues/8441",
+    year=2026,
+    trial="plain",
+    phase="step",
+    cause="SGD steps in place of",
+    mended=ShardedMuon,
+    plain=MUON,
+)
+class MuonIsSGD(ShardedMuon):
+    """Muon's step relied on the ZeRO wrapper to orthogonalize.
+
+    Without one, the default, it was plain descent.
+    """
+
+    optimizer_class = LeftToTheWrapper
+
+
+class AsStored(MuonAndAdamW):
+    """Asks the parameter as it is stored, flat, whether it is a matrix."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        matrices = [
+            param for group in self.param_groups for param in group["params"] if self.stored(param).ndim == 2
+        ]
+        assert not matrices  # a flat tensor has one dimension: nothing is left for Muon
+        torch.optim.AdamW.step(self)
+
+    def stored(self, param: nn.Parameter) -> torch.Tensor:
+        """What a rank keeps of a parameter while it is sharded."""
+        return param.data.flatten()[: param.numel() // dist.get_world_size()]
+
+
+@exhibit(
+    "https://github.com/deepspeedai/DeepSpeed/pull/8438",
+    year=2026,
+    trial="plain",
+    phase="step",
+    cause="AdamW steps in place of",
+    mended=ShardedMuon,
+    plain=MUON,
+)
+class MuonIsAdamW(ShardedMuon):
+    """A sharded parameter is stored flat, and a flat tensor is no matrix: Muon was never chosen, AdamW
+    stepped
+    all.
+    """
+
+    optimizer_class = AsStored
+
+
+# ------------------------------------------------------------------------------------ a piece of a matrix
+
+
+class InPieces(MuonAndAdamW):
+    """Each rank has a range of all matrices laid end to end, updates it, and sends it to the others."""
+
+    def ranges(self) -> dict[nn.Parameter, list[slice]]:
+        """For each matrix the range of each rank."""
+        matrices = [param for group in self.param_groups for param in group["params"] if param.ndim == 2]
+        share = -(-sum(param.numel() for param in matrices) // dist.get_world_size())
+        found, start = {}, 0
+        for param in matrices:
+            edges = [
+                min(max(rank * share - start, 0), param.numel()) for rank in range(dist.get_world_size() + 1)
+            ]
+            edges[-1] = param.numel()
+            found[param] = [slice(a, b) for a, b in pairwise(edges)]
+            start += param.numel()
+        return found
+
+    def step_matrix(self, param: nn.Parameter, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        super().step_matrix(param, grad, group)
+        for rank, part in enumerate(self.ranges()[param]):
+            if part.start < part.stop:
+                dist.broadcast(param.data.view(-1)[part], group_src=rank)
+
+
+class MuonInPieces(Sharded):
+    """Right: every rank sees the whole averaged gradient, and updates a range of the matrices."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, InPieces)
+
+    def sharded(self, params: Iterable[nn.Parameter], optimizer_class: Any, options: dict[str, Any]) -> Any:
+        return optimizer_class(params, **options)
+
+
+@exhibit(
+    "https://github.com/deepspeedai/DeepSpeed/issues/7807",
+    "https://github.com/deepspeedai/DeepSpeed/pull/8090",
+    "https://github.com/deepspeedai/DeepSpeed/pull/8141",
+    "https://github.com/deepspeedai/DeepSpeed/pull/8091",
+    year=2026,
+    trial="plain",
+    phase="step",
+    cause="averages in its own range alone",
+    mended=MuonInPieces,
+    plain=MUON,
+)
+class HalfReduced(MuonInPieces):
+    """Each rank got averages for its own range only.
+
+    A matrix on the border was orthogonalized half averaged, half local.
+    """
+
+    def end_of_backward(self) -> None:
+        local = {param: param.grad.clone() for param in self.params() if param.grad is not None}
+        super().end_of_backward()
+        for param, parts in self.optimizer.ranges().items():  # type: ignore[attr-defined]
+            if param in local:
+                mixed = local[param].view(-1)
+                mine = parts[dist.get_rank()]
+                mixed[mine] = param.grad.view(-1)[mine]
+                param.grad = mixed.view_as(param)
+
+
+class Rows(MuonAndAdamW):
+    """Orthogonalizes the rows that this rank has."""
+
+    def step_matrix(self, param: nn.Parameter, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+        momentum.mul_(0.9).add_(grad)
+        for rows, of_momentum in zip(self.cut(param), self.cut(momentum)):
+            rows.sub_(group["lr"] * orthogonalized(of_momentum))
+
+    def cut(self, matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The rows of each rank."""
+        return matrix.data.chunk(dist.get_world_size())
+
+
+@exhibit(
+    "https://github.com/deepspeedai/DeepSpeed/issues/8437",
+    year=2026,
+    trial="plain",
+    phase="step",
+    cause="a piece of each matrix",
+    mended=ShardedMuon,
+    plain=MUON,
+)
+class RowsOfARank(ShardedMuon):
+    """Each rank orthogonalized the rows that it had. That is no part of what the whole matrix gives."""
+
+    optimizer_class = Rows
+
+
+# ------------------------------------------------------------------------------------------------ options
+
+
+@exhibit(
+    "https://github.com/nvidia-cosmos/cosmos-rl/pull/511",
+    year=2026,
+    trial="plain",
+    phase="step",
+    cause="eps is not passed on",
+    mended=lambda model: Sharded(model, eps=2.0**-10),
+    plain={"from_plain": torch.optim.AdamW, "options": {"lr": LR, "eps": 2.0**-10}},
+)
+class EpsNotPassedOn(Sharded):
+    """The epsilon of the configuration was read and never given to the optimizer, which took its default."""
+
+    def __init__(self, model: nn.Module, eps: float = 2.0**-10) -> None:
+        super().__init__(model)
+        self.eps = eps
+
+
+class TakesParametersOnly(Owned):
+    """Builds groups of its own, and takes from those that it is given the parameters alone."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group({"params": param_group["params"]})
+
+
+@exhibit(
+    "https://github.com/deepspeedai/DeepSpeed/pull/8440",
+    year=2026,
+    trial="group added",
+    phase="step",
+    cause="options of the group that was added are not passed on",
+)
+class GroupsDiscarded(Sharded):
+    """Of the groups that a program gave, the optimizer took the parameters, and for all of them its own lr
+    and
+    decay.
+    """
+
+    def sharded(self, params: Iterable[nn.Parameter], optimizer_class: Any, options: dict[str, Any]) -> Owned:
+        return TakesParametersOnly(params, optimizer_class, **options)
+
+
+DECAY = 0.5
+
+
+def by_kind(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay; biases and other vectors do not."""
+    params = list(model.parameters())
+    return [
+        {"params": [param for param in params if param.ndim > 1], "weight_decay": DECAY},
+        {"params": [param for param in params if param.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def plain_by_kind(model: nn.Module) -> torch.optim.Optimizer:
+    """The plain optimizer of these groups."""
+    return torch.optim.AdamW(by_kind(model), lr=LR)
+
+
+class ByKind(Sharded):
+    """Right: two groups."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.optimizer = Owned(by_kind(model), torch.optim.AdamW, lr=LR)
+
+
+@exhibit(
+    "https://github.com/ServiceNow/Fast-LLM/pull/545",
+    "https://github.com/verl-project/verl/issues/5070",
+    year=2026,
+    trial="plain",
+    phase="step",
+    cause="weight_decay of group 0",
+    mended=ByKind,
+    plain={"reference": plain_by_kind},
+)
+class EverythingDecays(Sharded):
+    """A refactoring lost `weight_decay=False` where biases and norms are made, so they decayed like
+    matrices.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, weight_decay=DECAY)
+
+
+@exhibit(
+    "https://github.com/huggingface/accelerate/issues/2926",
+    year=2024,
+    trial="scheduler",
+    phase="step",
+    cause="advances once for every rank",
+)
+class SteppedByEveryRank(Sharded):
+    """The wrapped scheduler advanced once for each rank in every step: two ranks decayed twice as fast."""
+
+    def set_lr_factor(self, factor: float) -> None:
+        super().set_lr_factor(factor ** dist.get_world_size())
+
+
+# ----------------------------------------------------------------------------- parameters without gradients
+
+
+class ThroughCopies(Sharded):
+    """Right: the optimizer has copies of the parameters, as on another device, and gradients are copied to
+    them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.kept: dict[nn.Parameter, torch.Tensor | None] = {}
+
+    def step(self) -> None:
+        for param in self.params():
+            self.copy_gradient(param)
+        for param in self.params():
+            param.grad = self.kept[param]
+        super().step()
+
+    def copy_gradient(self, param: nn.Parameter) -> None:
+        """Note the gradient of a parameter, or that there is none."""
+        self.kept[param] = param.grad
+
+
+@exhibit(
+    "https://github.com/NVIDIA/Megatron-LM/pull/6871",
+    year=2026,
+    trial="unused parameters",
+    phase="step",
+    cause="gradient of an earlier step",
+    mended=ThroughCopies,
+)
+class StaleCopy(ThroughCopies):
+    """Where a parameter had no gradient, its copy kept the one of the step before, and was updated with it
+    again.
+    """
+
+    def copy_gradient(self, param: nn.Parameter) -> None:
+        if param.grad is not None:
+            self.kept[param] = param.grad.clone()
+        self.kept.setdefault(param, None)
+
+
+class DecaysWithout(torch.optim.AdamW):
+    """Decays every parameter, and then moves those that have a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    param.mul_(1 - group["lr"] * group["weight_decay"])
+        super().step()
+
+
+@exhibit(
+    "https://github.com/KellerJordan/Muon/issues/54",
+    year=2025,
+    trial="frozen layer",
+    phase="step",
+    cause="without a gradient still decays",
+)
+class DecaysWithoutGradient(Sharded):
+    """Weight decay was applied to all parameters, also to those without a gradient: a frozen layer shrank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, DecaysWithout)
+
+
+@exhibit(
+    "https://github.com/huggingface/accelerate/issues/3209",
+    "https://github.com/huggingface/accelerate/issues/3256",
+    year=2024,
+    trial="plain",
+    phase="step",
+    cause="no rank has updated",
+)
+class OldParameters(Sharded):
+    """The optimizer was made before the model was wrapped, of parameters that the wrapper replaced: nothing
+    moved.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        for module in model.modules():
+            for name, param in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(param.detach().clone()))
