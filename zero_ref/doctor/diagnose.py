@@ -47,6 +47,7 @@ def diagnose(
     masters: bool = False,
     backend: str | None = "gloo",
     timeout: float = 30.0,
+    fresh: bool = False,
     name: str | None = None,
 ) -> Report:
     """Hold a sharded optimizer, or a wrapper, against the plain loop: the first step that departs, and why.
@@ -77,6 +78,7 @@ def diagnose(
         masters: the plain optimizer steps 32-bit copies of 16-bit parameters.
         backend: of the process groups; None: as `zero_ref.lab.ranks.run` chooses.
         timeout: seconds for a trial, times `patience()`.
+        fresh: start new processes for each trial, for a library that keeps process groups between trials.
         name: of the program in the report; None: the factory's.
     Returns:
         A Report; its `check()` raises if the program is not healthy.
@@ -90,7 +92,7 @@ def diagnose(
     with one_thread():
         shape = Shape() if own else shape_for(make, seed)
         trials = make_trials(steps, shape)
-        doctor = _Doctor(factory, make, tuple(ranks), seed, own, batch, loss, masters, backend, timeout)
+        doctor = _Doctor(factory, make, tuple(ranks), seed, own, batch, loss, masters, backend, timeout, fresh)
         for trial in trials:
             if trial.name in without or (only is not None and trial.name not in only):
                 doctor.not_tried.append(NotTried(trial.name, "left out", tuple(ranks)))
@@ -201,10 +203,11 @@ class _Doctor:
         masters: bool,
         backend: str | None,
         timeout: float,
+        fresh: bool,
     ) -> None:
         self.factory, self.make, self.ranks, self.seed, self.own = factory, make, ranks, seed, own
         self.batch, self.loss, self.masters = batch, loss, masters
-        self.backend, self.timeout, self.hangs = backend, timeout, 0
+        self.backend, self.timeout, self.fresh, self.hangs = backend, timeout, fresh, 0
         self.tried: list[tuple[str, int]] = []
         self.departures: list[Departure] = []
         self.raised: list[Raised] = []
@@ -255,6 +258,8 @@ class _Doctor:
             parts: list[Part] = []
             module: Any = None
             for call, size in calls:
+                if self.fresh:
+                    lab_ranks.shutdown()
                 with contextlib.redirect_stdout(self.printed), contextlib.redirect_stderr(self.printed):
                     outcomes = lab_ranks.run(
                         play_on_rank, size, call, timeout=self.timeout, backend=self.backend
