@@ -29,10 +29,6 @@ class Hooked(doctor.Program):
     def __init__(self, model):
         super().__init__(torch.optim.AdamW(model.parameters(), **self.options), model, averaged_by="doctor")
 
-    @classmethod
-    def refuses_nothing(cls):
-        return {}
-
     def everything(self):
         return [
             param for param in [*self.model.parameters(), *self.added.parameters()] if param.grad is not None
@@ -181,12 +177,12 @@ class GroupOptionsLost(Hooked):
 
 class DecayLost(Hooked):
     says = "weight_decay is not passed on"
-    options = {"lr": LR}
+    options = {"lr": LR}  # noqa: RUF012
 
 
 class RateLost(Hooked):
     says = "lr is not passed on"
-    options = {"weight_decay": DECAY}
+    options = {"weight_decay": DECAY}  # noqa: RUF012
 
 
 class SilentlySGD(Hooked):
@@ -272,7 +268,7 @@ class FrozenTrains(Hooked):
 
 class DividedByUsers(Hooked):
     says = "divided by the number of ranks that used the parameter"
-    trials = ("unused parameters",)
+    trials = ("unused on a rank",)
 
     def end_of_backward(self):
         users = {}

@@ -48,8 +48,14 @@ class Causes:
         variants = list(variants_for(patient))
         first = [one for one in variants if one[0] in self.known]
         for candidates in (first, variants):
-            found = tuple(dict.fromkeys(says for says, variant in candidates if gives(patient, variant)))
-            if found:
+            too_many = {}
+            for says, variant in candidates:
+                supposed = gives(patient, variant)
+                if supposed is not None:
+                    too_many[says] = min(supposed, too_many.get(says, supposed))
+            if too_many:
+                least = min(too_many.values())
+                found = tuple(says for says, supposed in too_many.items() if supposed == least)
                 self.known += [says for says in found if says not in self.known]
                 return found
         return ()
@@ -66,13 +72,13 @@ def variants_for(patient: Patient) -> Iterator[tuple[str, Variant]]:
                 yield says, (mistake, chosen)
 
 
-def gives(patient: Patient, variant: Variant) -> bool:
-    """Whether the mistake gives what was observed."""
+def gives(patient: Patient, variant: Variant) -> int | None:
+    """What `explains` says of a plain loop with this mistake."""
     mistake, chosen = variant
     # Some mistakes cannot be made here, such as a class that refuses these options or this step count.
     with contextlib.suppress(Exception):
         return explains(patient, mistake(patient, **chosen).play())
-    return False
+    return None
 
 
 def stale_values(patient: Patient) -> str | None:

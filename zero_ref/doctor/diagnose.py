@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from zero_ref.doctor.causes import Causes
 from zero_ref.doctor.compare import Where, bounds_of, first_departure
 from zero_ref.doctor.mistake import Patient
 from zero_ref.doctor.model import Model, Shape, quiet_scale
-from zero_ref.doctor.on_rank import Case, Played, Refused, play_on_rank, takes_model
+from zero_ref.doctor.on_rank import BY_RAISE, Case, Played, Refused, play_on_rank, takes_model
 from zero_ref.doctor.plain import Make, Noise, Part, PlainLoop
 from zero_ref.doctor.program import Loss
 from zero_ref.doctor.report import Departure, NotTried, Raised, Report
@@ -188,6 +189,15 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def is_refusal(error: lab_ranks.RankError, number: int) -> bool:
+    """Whether all ranks raised the same error by a raise statement, but for the numbers in its text."""
+    if BY_RAISE not in str(error):
+        return False
+    texts = [f"raised {error.summary}", *error.others.values()]
+    begins = {re.sub(r"\d+", "", text.split("\n")[0])[:60] for text in texts}
+    return len(begins) == 1
+
+
 class _Doctor:
     """What is the same for all trials, and what was found."""
 
@@ -222,6 +232,9 @@ class _Doctor:
 
     def examine(self, trial: Trial, number: int) -> None:
         """One trial on one number of ranks."""
+        if trial.name != "plain" and any(one.trial == "plain" and one.ranks == number for one in self.raised):
+            self.not_tried.append(NotTried(trial.name, "the trial 'plain' raised", (number,)))
+            return
         if self.hangs >= MOST_HANGS:
             self.not_tried.append(NotTried(trial.name, f"{self.hangs} trials hung before it", (number,)))
             return
@@ -234,6 +247,11 @@ class _Doctor:
         try:
             played = self.play(case, number, second)
         except lab_ranks.RankError as error:
+            if trial.name != "plain" and is_refusal(error, number):
+                self.not_tried.append(
+                    NotTried(trial.name, f"all ranks refuse it: {error.summary}", (number,))
+                )
+                return
             self.hangs += error.summary == "timed out"
             self.tried.append((trial.name, number))
             printed = self.printed.getvalue().splitlines()[-PRINTED_LINES:]
@@ -281,6 +299,8 @@ class _Doctor:
             return PlainLoop(case, model, self.make, ranks, masters=self.masters, noise=noise).play()
 
         expected = loop()
+        if first_departure(observed, expected, bounds_of(expected, [])) is None:
+            return  # nothing to be explained by noise
         bounds = bounds_of(expected, [loop(Noise(run)) for run in range(NOISY_RUNS)])
         where: Where | None = first_departure(observed, expected, bounds)
         if where is not None:

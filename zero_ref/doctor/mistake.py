@@ -66,38 +66,41 @@ class Mistake(PlainLoop):
         yield cls.says, {}
 
 
-def explains(patient: Patient, supposed: Sequence[Part]) -> bool:
-    """Whether every element that departs is as some rank of the supposed loop has it.
+def explains(patient: Patient, supposed: Sequence[Part]) -> int | None:
+    """How many elements depart in the supposed loop and not in what was observed; None if it explains nothing.
 
-    Elements that do not depart need not agree: a mistake may concern a part of the parameters. All steps from
-    the first departure on must agree.
+    It explains a departure if every element that departs, in any step, is as some rank of the supposed
+    loop has it. Elements that do not depart need not agree, as a mistake may concern a part of the
+    parameters; but of two explanations the one that supposes less is the better.
     """
-    departed = False
+    departed, too_many = False, 0
     for number, part in enumerate(patient.expected):
         for place, snapshot in enumerate(part.traces[0]):
             if snapshot.of_gradients:
                 continue
             for rank in range(len(part.traces)):
                 found = _agrees(patient, supposed[number], number, place, rank)
-                if found is False:
-                    return False
-                departed = departed or found is True
-    return departed
+                if found is None:
+                    return None
+                departed = departed or found[0]
+                too_many += found[1]
+    return too_many if departed else None
 
 
-def _agrees(patient: Patient, supposed: Part, number: int, place: int, rank: int) -> bool | None:
-    """Whether all that departs in a snapshot of one rank is explained; None if nothing departs."""
+def _agrees(patient: Patient, supposed: Part, number: int, place: int, rank: int) -> tuple[bool, int] | None:
+    """Whether something departs in a snapshot of a rank, and how much more does in the supposed loop.
+
+    None if something departs that it does not explain.
+    """
     expected = patient.expected[number].traces[rank][place]
     observed = patient.observed[number].traces[rank][place]
-    something: bool | None = None
+    something, too_many = False, 0
     for name, right in expected.tensors.items():
         bound = patient.bounds[number][expected.step, expected.phase].get(name, 0.0)
         ours = observed.tensors.get(name)
         departs = differing(ours, right, bound)
         if departs is None:
-            return False
-        if not departs.any():
-            continue
+            return None
         ranks = [rank] if expected.phase == "forward" else range(len(supposed.traces))
         left = departs
         for other in ranks:
@@ -106,6 +109,9 @@ def _agrees(patient: Patient, supposed: Part, number: int, place: int, rank: int
             if differs is not None:
                 left = left & differs
         if left.any():
-            return False
-        something = True
-    return something
+            return None
+        supposed_departs = differing(supposed.traces[rank][place].tensors.get(name), right, bound)
+        if supposed_departs is not None:
+            too_many += int((supposed_departs & ~departs).sum())
+        something = something or bool(departs.any())
+    return something, too_many

@@ -21,6 +21,9 @@ OTHERS: tuple[type[optim.Optimizer], ...] = (
 )
 """Classes that may step in place of the one that was asked for."""
 
+DECOUPLED = "decoupled_weight_decay"
+"""What tells torch's AdamW, which is a kind of Adam, from Adam."""
+
 
 def optimizers_in(optimizer: Any) -> list[optim.Optimizer]:
     """The optimizer, or those of which it consists."""
@@ -159,7 +162,7 @@ class AnotherClass(Mistake):
             known = {"lr"}
         groups = []
         for group in before.param_groups:
-            options = {key: value for key, value in group.items() if key in known}
+            options = {key: value for key, value in group.items() if key in known - {DECOUPLED}}
             groups.append(options | {"params": group["params"]})
         made: Any = self.steps_by
         return made(groups)

@@ -8,6 +8,7 @@ computed otherwise.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from random import Random
@@ -33,24 +34,24 @@ class Shape:
         tied: one matrix is the weight of two layers.
         mixed: two layers are bfloat16.
         buffers: a buffer counts what each forward has seen, and the loss depends on it.
-        quiet: what the loss of the layer `quiet` is multiplied by. Its gradients are about as large as an
-            optimizer's eps, so that their scale shows in the update.
+        quiet: what targets of each layer's first output, and of the whole layer `quiet`, are multiplied by.
+            Adam hides the scale of a gradient, but not of one that is smaller than its eps.
     """
 
     matrices_only: bool = False
     tied: bool = False
     mixed: bool = False
     buffers: bool = False
-    quiet: float = 2.0**-33
+    quiet: float = 1.0
 
 
 def quiet_scale(eps: float | None) -> float:
-    """A power of two, well below this eps.
+    """A power of two, well below this eps; 1 if there is none.
 
     >>> quiet_scale(2.0**-20) == 2.0**-26
     True
     """
-    return 2.0 ** (round(math.log2(eps or 1e-8)) - 6)
+    return 2.0 ** (round(math.log2(eps)) - 6) if eps else 1.0
 
 
 # Numbers that 2, 3 and 4 do not divide are among them: every rule has to cut or to leave a remainder.
@@ -73,7 +74,6 @@ class Model(nn.Module):
 
     def __init__(self, shape: Shape, seed: int) -> None:
         super().__init__()
-        self.quiet_scale = shape.quiet
         for name, (columns, rows) in layers_of(shape).items():
             self.add_module(name, nn.Linear(columns, rows, bias=not shape.matrices_only))
         if shape.tied:
@@ -92,8 +92,7 @@ class Model(nn.Module):
         for name, (inputs, targets) in batch.items():
             layer = self.get_submodule(name)
             dtype = next(layer.parameters()).dtype
-            part = (layer(inputs.to(dtype)) * targets.to(dtype)).sum().float()
-            parts.append(part * self.quiet_scale if name == "quiet" else part)
+            parts.append((layer(inputs.to(dtype)) * targets.to(dtype)).sum().float())
         if self.counts:
             parts.append(self.seen.sum())
             with torch.no_grad():
@@ -114,6 +113,7 @@ def set_values(module: nn.Module, seed: int) -> None:
         param.copy_(torch.randint(-64, 65, param.shape, generator=generator) / 64)
 
 
+@functools.lru_cache(maxsize=1024)  # the plain loop is played many times
 def batch_for(
     shape: Shape, seed: int, rank: int, number: int, divisor: int, without: tuple[str, ...] = ()
 ) -> Batch:
@@ -126,19 +126,20 @@ def batch_for(
     """
     layers = layers_of(shape)
     return {
-        name: drawn(f"{seed}.{rank}.{number}.{name}", columns, rows, divisor)
+        name: drawn(f"{seed}.{rank}.{number}.{name}", columns, rows, divisor, shape.quiet)
         for name, (columns, rows) in layers.items()
         if name not in without
     }
 
 
-def drawn(key: str, columns: int, rows: int, divisor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of one layer."""
+def drawn(key: str, columns: int, rows: int, divisor: int, quiet: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of one layer: integers, of which the first target is multiplied by `quiet`."""
     generator = torch.Generator().manual_seed(Random(key).getrandbits(40))
     inputs, targets = (
         torch.randint(-BOUND, BOUND + 1, (ROWS, width), generator=generator).float()
         for width in (columns, rows)
     )
+    targets[:, slice(None) if key.endswith(".quiet") else 0] *= quiet
     return inputs, targets * divisor
 
 

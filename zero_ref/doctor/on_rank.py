@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import linecache
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +60,9 @@ class Case:
 
     def added_data(self, step: Step, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A rank's batch for the layer that is added."""
-        return drawn(f"{self.seed}.{rank}.{step.number}.{micro}.added", *ADDED, self.data_ranks)
+        return drawn(
+            f"{self.seed}.{rank}.{step.number}.{micro}.added", *ADDED, self.data_ranks, self.trial.shape.quiet
+        )
 
     def added_layer(self) -> nn.Linear:
         """The layer that is added, the same on each rank."""
@@ -83,6 +87,10 @@ def added_options(optimizer: Any) -> dict[str, Any]:
     """The options of the group that is added, of those that this optimizer knows."""
     known = optimizer.param_groups[0]
     return ADDED_OPTIONS | ({"weight_decay": ADDED_DECAY} if "weight_decay" in known else {})
+
+
+BY_RAISE = ", by a raise statement"
+"""Ends the note of an error with which a program refused something."""
 
 
 class Refused:
@@ -240,5 +248,21 @@ def play_on_rank(case: Case) -> Played | Refused:
     except NotImplementedError as refusal:
         return Refused(f"it raises {type(refusal).__name__}: {refusal}")
     except BaseException as error:
-        error.add_note(f"in {player.doing}, step {player.number} of the trial {case.trial.name!r}")
+        how = BY_RAISE if is_deliberate(error) else ""
+        error.add_note(f"in {player.doing}, step {player.number} of the trial {case.trial.name!r}{how}")
         raise
+
+
+def is_deliberate(error: BaseException) -> bool:
+    """Whether a `raise` statement of the program refused something, in place of an operation that failed."""
+    if not isinstance(error, ValueError | TypeError | RuntimeError | AssertionError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [linecache.getline(frames[-1].filename, number) for number in range(*lines_of(frames[-1]))]
+    return any(line.split() and line.split()[0] in ("raise", "assert") for line in lines)
+
+
+def lines_of(frame: traceback.FrameSummary) -> tuple[int, int]:
+    """The first line of a frame's statement, and the one after its last."""
+    first = frame.lineno or 1
+    return first, max(first, getattr(frame, "end_lineno", None) or first) + 1

@@ -66,8 +66,10 @@ class Program:
 
     def refuses(self, trial: str) -> str | None:
         """Why a trial cannot be tried with this program; None if it can."""
-        if trial == "unused parameters" and self._needs_all_gradients():
+        if trial in ("unused parameters", "unused on a rank") and self._needs_all_gradients():
             return "DistributedDataParallel was made without find_unused_parameters=True"
+        if trial == "unused on a rank" and hasattr(self.wrapper, "set_requires_gradient_sync"):
+            return "fully_shard needs all ranks to run the same layers"
         if trial == "buffers" and self.wrapper is self.model:
             return "the program has no wrapper that could send buffers"
         return self.cannot.get(trial)
@@ -136,13 +138,19 @@ class Program:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """All gradients become None, or 0."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        if hasattr(self.optimizer, "zero_grad"):
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+            return
+        for param in [*self.model.parameters(), *self.added.parameters()]:
+            param.grad = None if set_to_none or param.grad is None else torch.zeros_like(param.grad)
 
     def values(self) -> dict[str, torch.Tensor]:
         """Every parameter by its name, whole, as this rank has it.
 
         Collective: all ranks, where parameters are sharded.
         """
+        if hasattr(self.wrapper, "wait_for_parameters"):  # ShardedDataParallel(gather_in_forward=True)
+            self.wrapper.wait_for_parameters()
         named = [*self.model.named_parameters(), *self.named_added()]
         return {name: whole(param) for name, param in named}
 
@@ -158,7 +166,11 @@ class Program:
 
     def set_lr_factor(self, factor: float) -> None:
         """The scheduler: every group's learning rate becomes this factor times what it was at first."""
-        groups = self.optimizer.param_groups
+        groups = getattr(self.optimizer, "param_groups", None)
+        if groups is None:
+            raise NotSupportedError(
+                f"{type(self.optimizer).__name__} has no param_groups, where a scheduler writes"
+            )
         self._base_lrs += [group["lr"] for group in groups[len(self._base_lrs) :]]
         for group, lr in zip(groups, self._base_lrs, strict=True):
             group["lr"] = lr * factor
@@ -196,7 +208,7 @@ class Program:
         if rank == 0 or each_rank:
             saved = {
                 "each_rank": each_rank,
-                "optimizer": self.optimizer.state_dict(),
+                "optimizer": mapped(self.optimizer.state_dict(), whole),
                 "values": values,
                 "buffers": self.buffers(),
                 "ranks": dist.get_world_size(),
@@ -218,13 +230,24 @@ class Program:
                 "consolidate_state_dict: override save and load of doctor.Program"
             )
         self.set_values(saved["values"], saved["buffers"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        self.optimizer.load_state_dict(self.distributed(saved["optimizer"]))
+
+    def distributed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state with tensors cut as this rank's parameters are, if these are DTensors."""
+        numbered = [param for group in self.optimizer.param_groups for param in group["params"]]
+        if not any(hasattr(param, "full_tensor") for param in numbered):
+            return state_dict
+        state = {
+            number: {key: as_like(value, numbered[number]) for key, value in of_param.items()}
+            for number, of_param in state_dict["state"].items()
+        }
+        return state_dict | {"state": state}
 
     @torch.no_grad()
     def set_values(self, values: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
         """Give the model values that were saved."""
         for name, param in self.model.named_parameters():
-            param.copy_(values[name])
+            param.copy_(as_like(values[name], param))
         for name, buffer in self.model.named_buffers():
             buffer.copy_(buffers[name])
 
@@ -251,6 +274,26 @@ def is_whole(state_dict: Any, optimizer: Any) -> bool:
         return saved == ours and len(state_dict["state"]) in (0, sum(ours))
     except (KeyError, TypeError):
         return False
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same containers, with each tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: mapped(one, change) for key, one in value.items()}
+    if isinstance(value, list):
+        return [mapped(one, change) for one in value]
+    return value
+
+
+def as_like(value: Any, param: Any) -> Any:
+    """A whole tensor as a DTensor that is cut as the parameter is, if that is one and of the same shape."""
+    if not hasattr(param, "full_tensor") or getattr(value, "shape", None) != param.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor  # takes a second to import
+
+    return distribute_tensor(value, param.device_mesh, param.placements)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,9 @@ from xml.etree import ElementTree
 
 from zero_ref.doctor.compare import Place
 
+SHOWN_LINES = 24
+"""Of the text of an error so many lines are shown, the last ones."""
+
 
 @dataclass(frozen=True)
 class Departure:
@@ -91,7 +94,10 @@ class Raised:
     text: str
 
     def __str__(self) -> str:
-        indented = "\n".join(f"    {line}" for line in self.text.splitlines())
+        lines = self.text.splitlines()[1:]
+        if len(lines) > SHOWN_LINES:
+            lines = [f"... ({len(lines) - SHOWN_LINES} more lines in the JSON)", *lines[-SHOWN_LINES:]]
+        indented = "\n".join(f"    {line}" for line in lines)
         return f"{self.trial}: rank {self.rank} of {self.ranks}: {self.summary}\n{indented}"
 
 

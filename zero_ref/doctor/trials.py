@@ -96,14 +96,6 @@ def make_trials(steps: int = 5, shape: Shape | None = None) -> tuple[Trial, ...]
         return tuple(replace(step, **changes) for step in base)  # type: ignore[arg-type]
 
     frozen = tuple(replace(step, freezes={1: True, steps - 1: False}.get(step.number)) for step in base)
-    unused = tuple(
-        replace(
-            step,
-            unused=(FROZEN,) if step.number == middle else (),
-            unused_on_first=("second",) if step.number == 1 else (),
-        )
-        for step in base
-    )
     scheduled = tuple(replace(step, factor=2.0 ** -(step.number % 4)) for step in base)
     return (
         Trial("plain", "forward, backward, step", base, shape),
@@ -122,7 +114,20 @@ def make_trials(steps: int = 5, shape: Shape | None = None) -> tuple[Trial, ...]
             shape,
             elsewhere=True,
         ),
-        Trial("unused parameters", "a layer not used, on one rank and on all", unused, shape, own=False),
+        Trial(
+            "unused parameters",
+            "a layer not used on any rank",
+            at(middle, unused=(FROZEN,)),
+            shape,
+            own=False,
+        ),
+        Trial(
+            "unused on a rank",
+            "a layer not used on rank 0",
+            at(1, unused_on_first=(FROZEN,)),
+            shape,
+            own=False,
+        ),
         Trial(
             "mixed dtypes", "layers of bfloat16 among float32", base, replace(shape, mixed=True), own=False
         ),
