@@ -1,15 +1,14 @@
 """dion's Muon for matrices, which its ranks share out, and AdamW for the rest. DDP averages the gradients."""
 
+import torch
 import torch.distributed as dist
 from dion import Muon
 from torch.nn.parallel import DistributedDataParallel
 
 
 def groups(model):
-    from torch._dynamo import config
-
     # dion compiles its arithmetic, which takes minutes on a CPU. The doctor's matrices are small.
-    config.disable = True
+    torch.compiler.set_stance("force_eager")
     matrices = [param for param in model.parameters() if param.ndim == 2]
     others = [param for param in model.parameters() if param.ndim != 2]
     return [{"params": matrices}, {"params": others, "algorithm": "adamw"}]

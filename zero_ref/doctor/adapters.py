@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from zero_ref.doctor.program import NotSupportedError, Program, whole
+from zero_ref.doctor.program import Program
 
 __all__ = ["FSDP2", "FairScale", "DeepSpeed", "Accelerate", "Fabric"]
 
@@ -205,6 +205,16 @@ class Accelerate(Program):
         """The accelerator's."""
         self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
 
+    def save(self, folder: Path) -> None:
+        """The state of the optimizer inside the accelerator's. Collective: all ranks."""
+        with _bare(self):
+            super().save(folder)
+
+    def load(self, folder: Path) -> None:
+        """As `save`."""
+        with _bare(self):
+            super().load(folder)
+
 
 class Fabric(Program):
     """A model and an optimizer that a `lightning.Fabric` has set up.
@@ -235,3 +245,24 @@ class Fabric(Program):
     def clip(self, max_norm: float) -> None:
         """Fabric's."""
         self.fabric.clip_gradients(self.wrapper, self.optimizer, max_norm=max_norm)
+
+    def save(self, folder: Path) -> None:
+        """The state of the optimizer inside Fabric's. Collective: all ranks."""
+        with _bare(self):
+            super().save(folder)
+
+    def load(self, folder: Path) -> None:
+        """As `save`."""
+        with _bare(self):
+            super().load(folder)
+
+
+@contextlib.contextmanager
+def _bare(program: Program) -> Iterator[None]:
+    """While it lasts, the program's optimizer is the one that a library's wrapper of it holds."""
+    wrapped = program.optimizer
+    program.optimizer = wrapped.optimizer
+    try:
+        yield
+    finally:
+        program.optimizer = wrapped

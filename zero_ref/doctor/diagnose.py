@@ -93,7 +93,9 @@ def diagnose(
     with one_thread():
         shape = Shape() if own else shape_for(make, seed)
         trials = make_trials(steps, shape)
-        doctor = _Doctor(factory, make, tuple(ranks), seed, own, batch, loss, masters, backend, timeout, fresh)
+        doctor = _Doctor(
+            factory, make, tuple(ranks), seed, own, batch, loss, masters, backend, timeout, fresh
+        )
         for trial in trials:
             if trial.name in without or (only is not None and trial.name not in only):
                 doctor.not_tried.append(NotTried(trial.name, "left out", tuple(ranks)))
