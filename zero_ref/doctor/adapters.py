@@ -246,6 +246,11 @@ class Fabric(Program):
         """Fabric's."""
         self.fabric.clip_gradients(self.wrapper, self.optimizer, max_norm=max_norm)
 
+    def add_group(self, layer: nn.Module, **options: Any) -> None:
+        """To the optimizer inside Fabric's, which is a copy of its attributes."""
+        with _bare(self):
+            super().add_group(layer, **options)
+
     def save(self, folder: Path) -> None:
         """The state of the optimizer inside Fabric's. Collective: all ranks."""
         with _bare(self):
