@@ -145,7 +145,7 @@ class BroadcastLost(Hooked):
 
 
 class TailNeverUpdated(Hooked):
-    says = "no rank has updated second.weight"
+    says = "no rank has updated elements 42 to 44 of second.weight"
 
     def step(self):
         weight = self.model.get_submodule("second").weight

@@ -10,7 +10,7 @@ from zero_ref.doctor.adapters import DeepSpeed
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
-    # Without this line DeepSpeed 0.19 clips all gradients to a norm of 1. AdamW hides it where gradients are large.
+    # Without this line DeepSpeed 0.19 clips all gradients to a norm of 1.
     "gradient_clipping": 0.0,
     "zero_optimization": {"stage": 1},
     "zero_allow_untested_optimizer": True,

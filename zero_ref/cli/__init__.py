@@ -23,6 +23,7 @@ from zero_ref import __version__
 from zero_ref.cli._common import CommandError, Subparsers
 from zero_ref.cli.calibrate import register_calibrate
 from zero_ref.cli.checkpoints import register_checkpoints
+from zero_ref.cli.doctor import register_doctor
 from zero_ref.cli.plan import register_plan
 from zero_ref.cli.search import register_search
 from zero_ref.cli.simulate import register_simulate
@@ -39,6 +40,7 @@ COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
     register_demo,
     register_calibrate,
     register_checkpoints,
+    register_doctor,
 )
 
 WHERE_BENCHMARKS_ARE = "in a clone of the repository run `python -m benchmarks --help`."

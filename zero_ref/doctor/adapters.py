@@ -1,4 +1,4 @@
-"""Programs of other libraries, as the doctor drives them: what differs from a torch.optim.Optimizer under DDP.
+"""Programs of other libraries, as the doctor drives them: what differs from an optimizer under DDP.
 
 torch's ZeroRedundancyOptimizer, DDP, FairScale's OSS, dion's optimizers and anybody's own class need none of
 these: return the optimizer, or the optimizer and its wrapper. None of the libraries is imported before a
@@ -109,7 +109,7 @@ class DeepSpeed(Program):
     cannot: ClassVar[dict[str, str]] = {
         "group added": _OPTIONS,
         "frozen layer": "its buffers of gradients are made once, for the parameters that train then",
-        "another world size": "its checkpoints are one rank's parts; a universal checkpoint is converted apart",
+        "another world size": "its checkpoints are ranks' parts; another program converts them",
         "NaN step": "it looks for values that are no numbers by itself, inside its step",
     }
 

@@ -11,6 +11,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from zero_ref.doctor import (
     mistakes_of_clipping,
     mistakes_of_gradients,
@@ -37,18 +39,25 @@ class Causes:
 
     def of(self, patient: Patient) -> tuple[str, ...]:
         """Those that give what was observed; none if no known one does."""
-        stale = stale_values(patient)
-        is_specific = patient.where.phase == "load" or patient.any_step(lambda step: step.freezes is not None)
-        if stale and not is_specific:
-            return (stale,)
-        return self.mistakes(patient) or ((stale,) if stale else ())
+        ranks_of = stale_values(patient)
+        if not ranks_of:
+            return self.mistakes(patient)
+        says = in_words(patient, ranks_of)
+        if not is_everywhere(patient, ranks_of):
+            return (says,)
+        # Values of an earlier step on all ranks may have a reason that has a name.
+        step = patient.case.trial.steps[patient.where.step]
+        by_name = patient.where.phase == "load" or patient.masters or step.freezes is not None
+        return (self.mistakes(patient) if by_name else ()) or (says,)
 
     def mistakes(self, patient: Patient) -> tuple[str, ...]:
         """The mistakes that give what was observed, those that are known from another trial first."""
         variants = list(variants_for(patient))
-        first = [one for one in variants if one[0] in self.known]
-        for candidates in (first, variants):
-            too_many = {}
+        known = [one for one in variants if one[0] in self.known]
+        first = [one for one in variants if not one[1][0].last_resort]
+        last = [one for one in variants if one[1][0].last_resort]
+        for candidates in (known, first, last):
+            too_many: dict[str, int] = {}
             for says, variant in candidates:
                 supposed = gives(patient, variant)
                 if supposed is not None:
@@ -81,44 +90,72 @@ def gives(patient: Patient, variant: Variant) -> int | None:
     return None
 
 
-def stale_values(patient: Patient) -> str | None:
-    """A cause if every value that departs is one of an earlier step."""
-    by_rank: dict[int, set[str]] = {}
+def stale_values(patient: Patient) -> dict[str, set[int]]:
+    """Where values stand that are those of an earlier step, by name the ranks; empty if others depart too."""
+    ranks_of: dict[str, set[int]] = {}
     begun = {f"added.layer.{name}": param for name, param in patient.case.added_layer().named_parameters()}
     beginning = Snapshot(0, "start", dict(begun))
     for number, part in enumerate(patient.expected):
         for rank, trace in enumerate(part.traces):
-            history = [s for s in patient.expected[0].traces[0] if s.phase in ("start", "step", "load")]
-            history += [beginning, *(s for s in trace if number and s.phase in ("step", "load"))]
+            first = patient.expected[0].traces[0]
+            seen = [one for one in (*first, *(trace if number else ())) if one.phase in VALUES]
             for place, snapshot in enumerate(trace):
-                if snapshot.of_gradients or snapshot.phase == "forward":
+                if snapshot.phase not in VALUES:
                     continue
+                history = [beginning, *(one for one in seen if one.step <= snapshot.step)]
                 ours = patient.observed[number].traces[rank][place].tensors
+                bounds = patient.bounds[number][snapshot.step, snapshot.phase]
                 for name, right in snapshot.tensors.items():
-                    bound = patient.bounds[number][snapshot.step, snapshot.phase].get(name, 0.0)
-                    departs = differing(ours.get(name), right, bound)
-                    if departs is None:
-                        return None
-                    if not departs.any():
-                        continue
-                    for earlier in history:
-                        differs = differing(ours[name], earlier.tensors.get(name), bound)
-                        if differs is not None and earlier.step <= snapshot.step:
-                            departs = departs & differs
-                    if departs.any():
-                        return None
-                    by_rank.setdefault(rank, set()).add(name)
-    return in_words(patient, by_rank) if by_rank else None
+                    found = stale(name, ours.get(name), right, history, bounds.get(name, 0.0))
+                    if found is None:
+                        return {}
+                    if found:
+                        ranks_of.setdefault(name, set()).add(rank)
+    return ranks_of
 
 
-def in_words(patient: Patient, by_rank: dict[int, set[str]]) -> str:
+def is_everywhere(patient: Patient, ranks_of: dict[str, set[int]]) -> bool:
+    """Whether some parameter is stale on all ranks, and so nobody has updated it."""
+    size = len(patient.observed[patient.where.part].traces)
+    return any(len(ranks) == size for ranks in ranks_of.values())
+
+
+VALUES = ("start", "load", "step")
+"""The phases whose snapshots are values of parameters."""
+
+
+def stale(
+    name: str,
+    ours: torch.Tensor | None,
+    right: torch.Tensor | None,
+    history: list[Snapshot],
+    bound: float,
+) -> bool | None:
+    """Whether elements depart, and all of them are those of a snapshot of the history; None if others do."""
+    departs = differing(ours, right, bound)
+    if departs is None:
+        return None
+    if not departs.any():
+        return False
+    for earlier in history:
+        differs = differing(ours, earlier.tensors.get(name), bound)
+        if differs is not None:
+            departs = departs & differs
+    return None if departs.any() else True
+
+
+def in_words(patient: Patient, ranks_of: dict[str, set[int]]) -> str:
     """Which values are stale, and where."""
-    names = sorted(set().union(*by_rank.values()))
+    names = sorted(ranks_of)
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    everywhere = len(by_rank) == len(patient.observed[patient.where.part].traces)
     if all(name.startswith("added.") for name in names):
         return f"the group that was added is stale: {shown} is never updated, or not sent to all ranks"
-    if everywhere:
+    if is_everywhere(patient, ranks_of):
+        place = patient.where.places[0]
+        if all(one.departing < one.numel for one in patient.where.places):
+            shown = f"elements {place.start} to {place.stop - 1} of {place.parameter}"
+            others = len({one.parameter for one in patient.where.places}) - 1
+            shown += f" and a part of {others} more" if others else ""
         return f"no rank has updated {shown}: values of an earlier step stand there"
-    ranks = ", ".join(map(str, sorted(by_rank)))
-    return f"stale values on rank {ranks}: the new values of {shown} did not arrive (a broadcast was lost)"
+    on = ", ".join(map(str, sorted(set().union(*ranks_of.values()))))
+    return f"stale values on rank {on}: the new values of {shown} did not arrive (a broadcast was lost)"

@@ -77,14 +77,19 @@ def bounds_of(expected: Sequence[Part], noisy: Sequence[Sequence[Part]]) -> Boun
 
 
 def _bound(tensor: torch.Tensor, others: Sequence[torch.Tensor | None]) -> float:
-    largest = tensor.abs().nan_to_num(0.0).max().item() if tensor.numel() else 0.0
-    floor = LAST_PLACES * torch.finfo(tensor.dtype).eps * largest
+    floor = last_places(tensor)
     deviations = [
         (other.double() - tensor.double()).abs().nan_to_num(0.0).max().item()
         for other in others
         if other is not None and tensor.numel()
     ]
     return max([floor, *(SAFETY * deviation for deviation in deviations)])
+
+
+def last_places(tensor: torch.Tensor) -> float:
+    """The units in the last place of a tensor's largest element that one operation may change."""
+    largest = tensor.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if tensor.numel() else 0.0
+    return LAST_PLACES * torch.finfo(tensor.dtype).eps * float(largest)
 
 
 def differing(

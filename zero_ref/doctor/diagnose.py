@@ -17,7 +17,7 @@ from zero_ref.doctor.causes import Causes
 from zero_ref.doctor.compare import Where, bounds_of, first_departure
 from zero_ref.doctor.mistake import Patient
 from zero_ref.doctor.model import Model, Shape, quiet_scale
-from zero_ref.doctor.on_rank import BY_RAISE, Case, Played, Refused, play_on_rank, takes_model
+from zero_ref.doctor.on_rank import BY_RAISE, Case, Played, Refused, added_options, play_on_rank, takes_model
 from zero_ref.doctor.plain import Make, Noise, Part, PlainLoop
 from zero_ref.doctor.program import Loss
 from zero_ref.doctor.report import Departure, NotTried, Raised, Report
@@ -91,11 +91,10 @@ def diagnose(
     own = not takes_model(factory)
     _check(ranks, without, only, own, batch, loss)
     with one_thread():
-        shape = Shape() if own else shape_for(make, seed)
+        shape, optimizer = (Shape(), None) if own else shape_for(make, seed)
         trials = make_trials(steps, shape)
-        doctor = _Doctor(
-            factory, make, tuple(ranks), seed, own, batch, loss, masters, backend, timeout, fresh
-        )
+        case = Case(trials[0], factory, seed, own, batch, loss, added_options=added_options(optimizer))
+        doctor = _Doctor(case, make, tuple(ranks), masters, backend, timeout, fresh)
         for trial in trials:
             if trial.name in without or (only is not None and trial.name not in only):
                 doctor.not_tried.append(NotTried(trial.name, "left out", tuple(ranks)))
@@ -141,8 +140,8 @@ def plain_maker(
     return lambda model: made(model.parameters(), **given)
 
 
-def shape_for(make: Make, seed: int) -> Shape:
-    """The doctor's model, without biases if the plain optimizer takes only matrices.
+def shape_for(make: Make, seed: int) -> tuple[Shape, Any]:
+    """The doctor's model, without biases if the plain optimizer takes only matrices; and its optimizer.
 
     Raises:
         ValueError: the plain optimizer cannot be made.
@@ -155,7 +154,7 @@ def shape_for(make: Make, seed: int) -> Shape:
             problem = problem or error
             continue
         eps = getattr(optimizer, "defaults", {}).get("eps")
-        return replace(shape, quiet=quiet_scale(eps if isinstance(eps, float) else None))
+        return replace(shape, quiet=quiet_scale(eps if isinstance(eps, float) else None)), optimizer
     raise ValueError(f"the plain optimizer cannot be made: {type(problem).__name__}: {problem}") from problem
 
 
@@ -205,20 +204,15 @@ class _Doctor:
 
     def __init__(
         self,
-        factory: Callable[..., Any],
+        case: Case,
         make: Make,
         ranks: tuple[int, ...],
-        seed: int,
-        own: bool,
-        batch: Callable[[int, int], Any] | None,
-        loss: Loss | None,
         masters: bool,
         backend: str | None,
         timeout: float,
         fresh: bool,
     ) -> None:
-        self.factory, self.make, self.ranks, self.seed, self.own = factory, make, ranks, seed, own
-        self.batch, self.loss, self.masters = batch, loss, masters
+        self.case, self.make, self.ranks, self.masters = case, make, ranks, masters
         self.backend, self.timeout, self.fresh, self.hangs = backend, timeout, fresh, 0
         self.tried: list[tuple[str, int]] = []
         self.departures: list[Departure] = []
@@ -241,10 +235,8 @@ class _Doctor:
             self.not_tried.append(NotTried(trial.name, f"{self.hangs} trials hung before it", (number,)))
             return
         second = self.other(number) if trial.elsewhere else number
-        case = Case(
-            trial, self.factory, self.seed, self.own, self.batch, self.loss,
-            data_ranks=number * second if trial.elsewhere else number,
-        )  # fmt: skip
+        divisor = number * second if trial.elsewhere else number
+        case = replace(self.case, trial=trial, data_ranks=divisor)
         self.printed = io.StringIO()
         try:
             played = self.play(case, number, second)
@@ -292,7 +284,7 @@ class _Doctor:
                     traces.append(outcome.trace)
                     module = module or outcome.module
                 parts.append(Part(traces))
-        return parts, module if self.own else Model(case.trial.shape, self.seed)
+        return parts, module if case.own else Model(case.trial.shape, case.seed)
 
     def compare(self, case: Case, model: nn.Module, ranks: tuple[int, int], observed: list[Part]) -> None:
         """Hold what ranks noted against the plain loop, and explain what departs."""

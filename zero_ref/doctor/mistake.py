@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import nn, optim
 
-from zero_ref.doctor.compare import Bounds, Where, differing
+from zero_ref.doctor.compare import Bounds, Where, differing, last_places
 from zero_ref.doctor.on_rank import Case
 from zero_ref.doctor.plain import Make, Part, PlainLoop
 
@@ -42,14 +42,36 @@ class Patient:
         return self.make(self.model)
 
 
+OTHERS: tuple[type[optim.Optimizer], ...] = (
+    *(optim.SGD, optim.AdamW, optim.Adam, optim.Adagrad, optim.RMSprop, optim.Adamax, optim.NAdam),
+    *(optim.RAdam, optim.Adadelta),
+)
+"""Classes that may step in place of the one that was asked for. Each updates every element by itself."""
+
+
+def optimizers_in(optimizer: Any) -> list[Any]:
+    """The optimizer, or those of which it consists."""
+    inner = getattr(optimizer, "optimizers", None)
+    if isinstance(inner, dict):
+        return list(inner.values())
+    return list(inner) if isinstance(inner, list | tuple) else [optimizer]
+
+
+def updates_elements(patient: Patient) -> bool:
+    """Whether the plain optimizer is known to update each element by itself: pieces then give the same."""
+    return all(type(one) in OTHERS for one in optimizers_in(patient.optimizer()))
+
+
 class Mistake(PlainLoop):
     """A plain loop with a mistake in it.
 
     Attributes:
         says: the cause, in words; a variant may say more.
+        last_resort: it fits what was observed, so it is tried only if no other mistake explains it.
     """
 
     says: ClassVar[str]
+    last_resort: ClassVar[bool] = False
 
     def __init__(self, patient: Patient, **chosen: Any) -> None:
         vars(self).update(chosen)
@@ -67,16 +89,17 @@ class Mistake(PlainLoop):
 
 
 def explains(patient: Patient, supposed: Sequence[Part]) -> int | None:
-    """How many elements depart in the supposed loop and not in what was observed; None if it explains nothing.
+    """How many elements depart in the supposed loop alone; None if it explains nothing.
 
     It explains a departure if every element that departs, in any step, is as some rank of the supposed
     loop has it. Elements that do not depart need not agree, as a mistake may concern a part of the
-    parameters; but of two explanations the one that supposes less is the better.
+    parameters; but of two explanations the one that supposes less is the better. Losses depend on all
+    parameters at once, so they are looked at only where nothing else departs before them.
     """
     departed, too_many = False, 0
     for number, part in enumerate(patient.expected):
         for place, snapshot in enumerate(part.traces[0]):
-            if snapshot.of_gradients:
+            if snapshot.of_gradients or (snapshot.phase == "forward" and patient.where.phase != "forward"):
                 continue
             for rank in range(len(part.traces)):
                 found = _agrees(patient, supposed[number], number, place, rank)
@@ -105,7 +128,9 @@ def _agrees(patient: Patient, supposed: Part, number: int, place: int, rank: int
         left = departs
         for other in ranks:
             wrong = supposed.traces[other][place].tensors.get(name)
-            differs = differing(ours, wrong, bound)
+            # Its values may be larger than the right ones, and each of its steps may round otherwise.
+            own = last_places(wrong) * (expected.step + 1) if wrong is not None else 0.0
+            differs = differing(ours, wrong, max(bound, own))
             if differs is not None:
                 left = left & differs
         if left.any():

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from zero_ref.doctor import parts
 from zero_ref.doctor.mistake import Mistake, Patient
 from zero_ref.doctor.mistakes_of_gradients import scaled
 from zero_ref.doctor.plain import Copy
 from zero_ref.doctor.trials import Step
-from zero_ref.plan import rules
 
 
 class Unclipped(Mistake):
@@ -67,18 +67,12 @@ class ClippedByOwnNorm(Unclipped):
     """The norm is that of what a rank has: its part of the parameters, or its own gradients."""
 
     says = "gradients are clipped by a local norm"
-    parts_of: Callable[[list[tuple[str, nn.Parameter]], int], list[list[tuple[str, slice]]]]
+    parts_of: parts.PartsOf
 
     @classmethod
     def variants(cls, patient: Patient) -> Iterator[tuple[str, dict[str, Any]]]:
         says = "gradients are clipped by a local norm: that of a rank's own part, not of all gradients"
-        for parts_of in (
-            by_rule(rules.sorted_greedy),
-            by_rule(rules.registration_greedy),
-            by_rule(rules.even),
-        ):
-            yield says, {"parts_of": parts_of}
-        for parts_of in (by_rows, by_turns, by_number, flat_ceil):
+        for parts_of in parts.ALL:
             yield says, {"parts_of": parts_of}
 
     def clip(self, of: Copy, rank: int, max_norm: float) -> None:
@@ -90,58 +84,6 @@ class ClippedByOwnNorm(Unclipped):
                 norm = torch.cat([piece.float() for piece in pieces]).norm()
                 for piece in pieces:
                     piece.mul_(min(1.0, max_norm / (norm.item() + 1e-6)))
-
-
-Parts = list[list[tuple[str, slice]]]
-
-
-def by_rule(rule: Any) -> Any:
-    """The parts of a rule of this package."""
-
-    def parts_of(named: Sequence[tuple[str, nn.Parameter]], ranks: int) -> Parts:
-        partition = rule([param.numel() for _, param in named], ranks)
-        return [
-            [(named[piece.param][0], slice(piece.start, piece.stop)) for piece in slices]
-            for slices in partition.slices_of_rank
-        ]
-
-    return parts_of
-
-
-def by_rows(named: Sequence[tuple[str, nn.Parameter]], ranks: int) -> Parts:
-    """Each parameter's first dimension in chunks, as DTensor cuts it."""
-    parts: Parts = [[] for _ in range(ranks)]
-    for name, param in named:
-        start = 0
-        for rank, chunk in enumerate(param.detach().chunk(ranks)):
-            parts[rank].append((name, slice(start, start + chunk.numel())))
-            start += chunk.numel()
-    return parts
-
-
-def by_turns(named: Sequence[tuple[str, nn.Parameter]], ranks: int) -> Parts:
-    """Parameter i belongs to rank i modulo the number of ranks."""
-    return [[(name, slice(None)) for name, _ in named[rank::ranks]] for rank in range(ranks)]
-
-
-def by_number(named: Sequence[tuple[str, nn.Parameter]], ranks: int) -> Parts:
-    """The list of parameters in chunks."""
-    size = -(-len(named) // ranks)
-    return [[(name, slice(None)) for name, _ in named[rank * size :][:size]] for rank in range(ranks)]
-
-
-def flat_ceil(named: Sequence[tuple[str, nn.Parameter]], ranks: int) -> Parts:
-    """All parameters flattened end to end, in equal shares of which the last is padded."""
-    size = -(-sum(param.numel() for _, param in named) // ranks)
-    parts: Parts = [[] for _ in range(ranks)]
-    at = 0
-    for name, param in named:
-        for rank in range(ranks):
-            start, stop = max(rank * size - at, 0), min((rank + 1) * size - at, param.numel())
-            if start < stop:
-                parts[rank].append((name, slice(start, stop)))
-        at += param.numel()
-    return parts
 
 
 class ClippedByOwnData(Unclipped):
@@ -189,7 +131,55 @@ class NormMiscounted(Unclipped):
         nn.utils.clip_grads_with_norm_(params, max_norm, norm * self.factor)
 
 
+class VectorsCountedOnEveryRank(Unclipped):
+    """What every rank has, such as biases, counts once for each rank in the sum of squares."""
+
+    says = "the norm counts what is no matrix once for every rank"
+
+    def clip(self, of: Copy, rank: int, max_norm: float) -> None:
+        params = [param for param in of.named().values() if param.grad is not None]
+        square = sum(
+            (1 if param.dim() > 1 else self.ranks) * param.grad.float().square().sum().item()
+            for param in params
+            if param.grad is not None
+        )
+        nn.utils.clip_grads_with_norm_(params, max_norm, torch.tensor(square**0.5))
+
+
+class ClippedByAnotherNorm(Unclipped):
+    """The norm that was used, whatever it is, found from the clipped gradients."""
+
+    says = "all gradients are clipped by one norm, which is not the norm of all gradients"
+    last_resort = True
+    factors: dict[int, float]
+
+    @classmethod
+    def variants(cls, patient: Patient) -> Iterator[tuple[str, dict[str, Any]]]:
+        factors: dict[int, float] = {}
+        observed, expected = patient.observed[0].traces[0], patient.expected[0].traces[0]
+        for place, snapshot in enumerate(expected):
+            if snapshot.phase == "clip":
+                before = [one for one in expected[:place] if one.phase == "backward"][-1].tensors
+                pairs = [(observed[place].tensors.get(name), grad) for name, grad in before.items()]
+                there = [(ours, grad) for ours, grad in pairs if ours is not None and grad is not None]
+                squares = sum(grad.double().square().sum().item() for _, grad in there)
+                products = sum((ours.double() * grad.double()).sum().item() for ours, grad in there)
+                if squares:
+                    factors[snapshot.step] = products / squares
+        if factors:
+            yield cls.says, {"factors": factors}
+
+    def backward(self, step: Step) -> None:
+        super().backward(step)
+        self.now = step.number
+
+    def clip(self, of: Copy, rank: int, max_norm: float) -> None:
+        for param in of.named().values():
+            if param.grad is not None:
+                param.grad.mul_(self.factors.get(self.now, 1.0))
+
+
 MISTAKES: tuple[type[Mistake], ...] = (
     Unclipped, ClippedByValue, ClippedApart, ClippedFirst, ClippedByOwnNorm, ClippedByOwnData, ClippedTwice,
-    NormMiscounted,
+    NormMiscounted, VectorsCountedOnEveryRank, ClippedByAnotherNorm,
 )  # fmt: skip

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from zero_ref.doctor.mistake import Mistake, Patient
+from zero_ref.doctor import parts
+from zero_ref.doctor.mistake import Mistake, Patient, updates_elements
 from zero_ref.doctor.plain import mean, total
 from zero_ref.doctor.trace import Tensors
 from zero_ref.doctor.trials import FROZEN, Step
@@ -53,6 +54,58 @@ class OwnOnly(Mistake):
 
     def reduced(self, name: str, rank: int) -> Grad:
         return self.summed(name)[min(rank, self.ranks - 1)]
+
+
+class OwnRangeAveraged(OwnOnly):
+    """A rank has averages in its own range of the parameters, and its own gradients elsewhere."""
+
+    says = "a rank has averages in its own range alone: what it computes from a whole matrix is half local"
+    matrices_only: bool
+
+    @classmethod
+    def applies(cls, patient: Patient) -> bool:
+        return not updates_elements(patient)
+
+    @classmethod
+    def variants(cls, patient: Patient) -> Iterator[tuple[str, dict[str, Any]]]:
+        for matrices_only in (True, False):
+            yield cls.says, {"matrices_only": matrices_only}
+
+    def reduced(self, name: str, rank: int) -> Grad:
+        own, average = super().reduced(name, rank), mean(self.summed(name))
+        if own is None or average is None or rank >= self.ranks:
+            return own
+        named = list(self.copies[rank].named().items())
+        cut = [(n, param) for n, param in named if param.dim() == 2 or not self.matrices_only]
+        mixed = own.clone().flatten()
+        for other, of_param in parts.end_to_end(cut, self.ranks)[rank]:
+            if other == name:
+                mixed[of_param] = average.flatten()[of_param]
+        return mixed.view_as(own)
+
+
+class RoundedOnTheWay(Mistake):
+    """Gradients are reduced in 16 bits."""
+
+    says = "gradients are rounded to 16 bits on their way"
+    per_rank = True  # each begins its sum at another rank: a ring does so too
+    dtype: torch.dtype
+    divided_first: bool
+
+    @classmethod
+    def variants(cls, patient: Patient) -> Iterator[tuple[str, dict[str, Any]]]:
+        for dtype, first in itertools.product((torch.bfloat16, torch.float16), (True, False)):
+            says = f"gradients are rounded to {str(dtype).removeprefix('torch.')} on their way"
+            yield says, {"dtype": dtype, "divided_first": first}
+
+    def reduced(self, name: str, rank: int) -> Grad:
+        there = [part for part in self.summed(name) if part is not None]
+        if not there:
+            return None
+        turned = there[rank % len(there) :] + there[: rank % len(there)]
+        divisor = self.ranks if self.divided_first else 1
+        sums = sum((part.to(self.dtype) / divisor for part in turned[1:]), turned[0].to(self.dtype) / divisor)
+        return (sums / (1 if self.divided_first else self.ranks)).to(there[0].dtype)
 
 
 class OwnDivided(OwnOnly):
@@ -212,6 +265,22 @@ class ZeroInPlaceOfNone(Mistake):
                     param.grad = torch.zeros_like(param)
 
 
+class DecaysWithoutGradient(ZeroInPlaceOfNone):
+    """Weight decay takes parameters that have no gradient."""
+
+    says = "a parameter without a gradient still decays"
+
+    backward = Mistake.backward
+
+    @torch.no_grad()
+    def update(self, step: Step) -> None:
+        for group in self.copies[0].optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    param.mul_(1 - group["lr"] * group.get("weight_decay", 0.0))
+        super().update(step)
+
+
 class FrozenTrains(Mistake):
     """Freezing is not noticed."""
 
@@ -308,6 +377,6 @@ class OneUseOfTied(Mistake):
 
 MISTAKES: tuple[type[Mistake], ...] = (
     Scaled, OneMicroBatch, OnlyLastReduced, ReducedAgain, OwnOnly, OwnDivided, OneRanksOnly, OneRankLost,
-    NeverZeroed, InterruptedCounts, ZeroInPlaceOfNone, FrozenTrains, MeanOfUsers, UnusedSkipped, OldGradient,
-    OneUseOfTied,
+    NeverZeroed, InterruptedCounts, ZeroInPlaceOfNone, DecaysWithoutGradient, FrozenTrains,
+    MeanOfUsers, UnusedSkipped, OldGradient, OneUseOfTied, OwnRangeAveraged, RoundedOnTheWay,
 )  # fmt: skip

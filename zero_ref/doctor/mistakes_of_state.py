@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from zero_ref.doctor.mistake import Mistake, Patient
-from zero_ref.doctor.mistakes_of_updates import optimizers_in
+from zero_ref.doctor.mistake import Mistake, Patient, optimizers_in
 from zero_ref.doctor.plain import Copy
 
 
@@ -98,6 +97,28 @@ class StateOfOneParameterLate(Loads):
                     inner.state[param] = states[params[number - self.by]]
 
 
+class LoadingSteps(Loads):
+    """Loading makes a step with gradients of 0, to have a state to load into."""
+
+    says = "loading makes a step with gradients of 0: parameters decay"
+    with_state: bool
+
+    @classmethod
+    def variants(cls, patient: Patient) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield cls.says, {"with_state": False}
+        yield f"{cls.says}, and moments too", {"with_state": True}
+
+    def loaded(self, of: Copy) -> None:
+        saved = copy.deepcopy(of.optimizer.state_dict())
+        if not self.with_state:
+            of.optimizer.load_state_dict(saved | {"state": {}})
+        for param in of.named().values():
+            param.grad = torch.zeros_like(param)
+        of.step()
+        if not self.with_state:
+            of.optimizer.load_state_dict(saved)
+
+
 class StateOfRankZero(Loads):
     """Each element's state is that of the first rank's part."""
 
@@ -120,4 +141,5 @@ MISTAKES: tuple[type[Mistake], ...] = (
     ValuesNotLoaded,
     StateOfOneParameterLate,
     StateOfRankZero,
+    LoadingSteps,
 )

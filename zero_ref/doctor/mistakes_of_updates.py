@@ -10,27 +10,12 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from zero_ref.doctor.mistake import Mistake, Patient
-from zero_ref.doctor.on_rank import added_options
+from zero_ref.doctor.mistake import OTHERS, Mistake, Patient, optimizers_in, updates_elements
 from zero_ref.doctor.plain import Copy
 from zero_ref.doctor.trials import Step
 
-OTHERS: tuple[type[optim.Optimizer], ...] = (
-    *(optim.SGD, optim.AdamW, optim.Adam, optim.Adagrad, optim.RMSprop, optim.Adamax, optim.NAdam),
-    *(optim.RAdam, optim.Adadelta),
-)
-"""Classes that may step in place of the one that was asked for."""
-
 DECOUPLED = "decoupled_weight_decay"
 """What tells torch's AdamW, which is a kind of Adam, from Adam."""
-
-
-def optimizers_in(optimizer: Any) -> list[optim.Optimizer]:
-    """The optimizer, or those of which it consists."""
-    inner = getattr(optimizer, "optimizers", None)
-    if isinstance(inner, dict):
-        return list(inner.values())
-    return list(inner) if isinstance(inner, list | tuple) else [optimizer]
 
 
 def class_defaults(optimizer: Any) -> dict[str, Any]:
@@ -118,7 +103,7 @@ class AddedOptionsLost(Mistake):
 
     @classmethod
     def variants(cls, patient: Patient) -> Iterator[tuple[str, dict[str, Any]]]:
-        options = tuple(added_options(patient.optimizer()))
+        options = tuple(patient.case.added_options)
         for option in options:
             yield f"{option} of the group that was added is not passed on", {"lost": (option,)}
         if len(options) > 1:
@@ -181,8 +166,7 @@ class CutMatrix(Mistake):
 
     @classmethod
     def applies(cls, patient: Patient) -> bool:
-        # Classes that update each element by itself give the same of pieces.
-        return not all(type(one) in OTHERS for one in optimizers_in(patient.optimizer()))
+        return not updates_elements(patient)
 
     def make(self, model: nn.Module) -> Any:
         optimizer = super().make(model)
@@ -317,11 +301,13 @@ class NotScheduled(Mistake):
         yield "the scheduler's learning rate does not reach the update: the first one stays", {"how": "never"}
         yield "the scheduler's learning rate reaches the update a step late", {"how": "late"}
         yield "the scheduler's factors are multiplied with each other", {"how": "again"}
+        yield "the scheduler advances once for every rank in a step", {"how": "by rank"}
 
     def schedule(self, of: Copy, factor: float) -> None:
         before = getattr(self, "before", 1.0)
         self.before = factor if self.how == "late" else before * factor
-        of.set_lr_factor({"never": 1.0, "late": before, "again": self.before}[self.how])
+        factors = {"never": 1.0, "late": before, "again": self.before, "by rank": factor**self.ranks}
+        of.set_lr_factor(factors[self.how])
 
 
 class BuffersApart(Mistake):

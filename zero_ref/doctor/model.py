@@ -19,7 +19,11 @@ from torch import nn
 
 ROWS = 4
 BOUND = 2
-"""Inputs and targets are integers of at most this absolute value, before targets are made divisible."""
+"""Inputs and targets are integers of at most this absolute value, before targets are multiplied."""
+ODD = 513
+"""Targets of float32 layers are multiplied by it. It has ten bits, so a gradient rounded to 16 bits shows."""
+SHORT = ("second", "later")
+"""The layers that are bfloat16 where dtypes are mixed; their sums have to be exact in eight bits."""
 
 Batch = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """By the name of a layer its inputs, (ROWS, in), and what its outputs are multiplied by, (ROWS, out)."""
@@ -48,10 +52,10 @@ class Shape:
 def quiet_scale(eps: float | None) -> float:
     """A power of two, well below this eps; 1 if there is none.
 
-    >>> quiet_scale(2.0**-20) == 2.0**-26
+    >>> quiet_scale(2.0**-20) == 2.0**-35
     True
     """
-    return 2.0 ** (round(math.log2(eps)) - 6) if eps else 1.0
+    return 2.0 ** (round(math.log2(eps)) - 15) if eps else 1.0
 
 
 # Numbers that 2, 3 and 4 do not divide are among them: every rule has to cut or to leave a remainder.
@@ -79,8 +83,8 @@ class Model(nn.Module):
         if shape.tied:
             self.get_submodule("head").weight = self.get_submodule("embedding").weight
         if shape.mixed:
-            self.get_submodule("second").bfloat16()
-            self.get_submodule("later").bfloat16()
+            for name in SHORT:
+                self.get_submodule(name).bfloat16()
         self.counts = shape.buffers
         if shape.buffers:
             self.register_buffer("seen", torch.zeros(3))
@@ -126,21 +130,25 @@ def batch_for(
     """
     layers = layers_of(shape)
     return {
-        name: drawn(f"{seed}.{rank}.{number}.{name}", columns, rows, divisor, shape.quiet)
+        name: drawn(
+            f"{seed}.{rank}.{number}.{name}",
+            (columns, rows),
+            divisor if shape.mixed and name in SHORT else divisor * ODD,
+            shape.quiet,
+        )
         for name, (columns, rows) in layers.items()
         if name not in without
     }
 
 
-def drawn(key: str, columns: int, rows: int, divisor: int, quiet: float) -> tuple[torch.Tensor, torch.Tensor]:
+def drawn(key: str, widths: tuple[int, int], factor: int, quiet: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of one layer: integers, of which the first target is multiplied by `quiet`."""
     generator = torch.Generator().manual_seed(Random(key).getrandbits(40))
     inputs, targets = (
-        torch.randint(-BOUND, BOUND + 1, (ROWS, width), generator=generator).float()
-        for width in (columns, rows)
+        torch.randint(-BOUND, BOUND + 1, (ROWS, width), generator=generator).float() for width in widths
     )
     targets[:, slice(None) if key.endswith(".quiet") else 0] *= quiet
-    return inputs, targets * divisor
+    return inputs, targets * factor
 
 
 def spoilt(batch: Any) -> Any:

@@ -7,7 +7,7 @@ import inspect
 import linecache
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_ref.doctor.model import Model, batch_for, drawn, set_values, spoilt
+from zero_ref.doctor.model import ODD, Model, batch_for, drawn, set_values, spoilt
 from zero_ref.doctor.program import Loss, NotSupportedError, Program, as_program
 from zero_ref.doctor.trace import Snapshot, Trace
 from zero_ref.doctor.trials import ADDED, FROZEN, Step, Trial
@@ -35,6 +35,7 @@ class Case:
         batch: of (rank, number), where the program has a model of its own.
         first, last: the steps to play, from `first` up to and without `last`.
         data_ranks: the number of ranks that targets are divisible by.
+        added_options: of the group that is added.
     """
 
     trial: Trial
@@ -47,6 +48,7 @@ class Case:
     last: int = 1 << 30
     data_ranks: int = 1
     folder: str = ""
+    added_options: dict[str, Any] = field(default_factory=dict)
 
     def data(self, step: Step, micro: int, rank: int, ranks: int) -> Any:
         """A rank's batch of a step."""
@@ -61,7 +63,10 @@ class Case:
     def added_data(self, step: Step, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A rank's batch for the layer that is added."""
         return drawn(
-            f"{self.seed}.{rank}.{step.number}.{micro}.added", *ADDED, self.data_ranks, self.trial.shape.quiet
+            f"{self.seed}.{rank}.{step.number}.{micro}.added",
+            ADDED,
+            self.data_ranks * ODD,
+            self.trial.shape.quiet,
         )
 
     def added_layer(self) -> nn.Linear:
@@ -85,8 +90,8 @@ def takes_model(factory: Callable[..., Any]) -> bool:
 
 def added_options(optimizer: Any) -> dict[str, Any]:
     """The options of the group that is added, of those that this optimizer knows."""
-    known = optimizer.param_groups[0]
-    return ADDED_OPTIONS | ({"weight_decay": ADDED_DECAY} if "weight_decay" in known else {})
+    groups = getattr(optimizer, "param_groups", None) or [{}]
+    return ADDED_OPTIONS | ({"weight_decay": ADDED_DECAY} if "weight_decay" in groups[0] else {})
 
 
 BY_RAISE = ", by a raise statement"
@@ -160,7 +165,7 @@ class Player:
         program, self.number = self.program, step.number
         if step.adds:
             self.doing = "add_group"
-            program.add_group(self.case.added_layer(), **added_options(program.optimizer))
+            program.add_group(self.case.added_layer(), **self.case.added_options)
         if step.freezes is not None:
             self.doing = "freeze"
             program.freeze(program.model.get_submodule(FROZEN), step.freezes)
@@ -174,7 +179,8 @@ class Player:
             self.doing = "clip"
             program.clip(step.max_norm)
             self.note(step.number, "clip", program.gradients())
-        if not step.nan:
+        self.doing = "skips"
+        if not program.skips(step.nan):
             self.doing = "step"
             program.step()
         self.doing = "values"

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zero_ref.doctor.model import Model
-from zero_ref.doctor.on_rank import Case, added_options
+from zero_ref.doctor.on_rank import Case
 from zero_ref.doctor.trace import Phase, Snapshot, Tensors, Trace
 from zero_ref.doctor.trials import FROZEN, Step
 
@@ -74,10 +74,10 @@ class Copy:
         added = ((f"added.{name}", param) for name, param in self.added.named_parameters())
         return dict(self.model.named_parameters()) | dict(added)
 
-    def add(self, layer: nn.Module) -> None:
-        """Another layer, in a group of its own."""
+    def add(self, layer: nn.Module, options: dict[str, Any]) -> None:
+        """Another layer, in a group of its own with these options."""
         self.added["layer"] = layer
-        self.optimizer.add_param_group({"params": list(layer.parameters()), **added_options(self.optimizer)})
+        self.optimizer.add_param_group({"params": list(layer.parameters()), **options})
 
     def set_lr_factor(self, factor: float) -> None:
         """As a scheduler does: each group's first learning rate times this factor."""
@@ -183,7 +183,7 @@ class PlainLoop:
         """One step on all ranks."""
         for each in self.copies:
             if step.adds:
-                each.add(self.case.added_layer())
+                each.add(self.case.added_layer(), self.case.added_options)
             if step.freezes is not None:
                 each.model.get_submodule(FROZEN).requires_grad_(not step.freezes)
             if step.factor is not None:

@@ -132,6 +132,14 @@ class Program:
                     return
         nn.utils.clip_grad_norm_([*self.model.parameters(), *self.added.parameters()], max_norm)
 
+    def skips(self, is_nan: bool) -> bool:
+        """Whether this rank makes no step. A program that decides it by itself overrides this.
+
+        Args:
+            is_nan: the loss of some rank is NaN, which the plain loop skips.
+        """
+        return is_nan
+
     def step(self) -> None:
         """The update, after which `values` gives the new values on every rank."""
         self.optimizer.step()

@@ -99,8 +99,8 @@ def follow_parameters(zero: Zero) -> None:
 
     Raises, Collective, Cost: as `ZeroRedundancyOptimizer.current`.
     """
-    # 0. Lightning's Fabric wraps an optimizer in a copy of its attributes. Called there, `add_param_group` makes
-    # a plan for the wrapper, and this optimizer keeps the old one.
+    # 0. Lightning's Fabric wraps an optimizer in a copy of its attributes. Called there, `add_param_group`
+    # makes a plan for the wrapper, and this optimizer keeps the old one.
     listed, planned = len(params_of(zero.param_groups)), len(zero.built.params)
     if listed != planned:
         raise RuntimeError(
