@@ -40,6 +40,9 @@ def register_doctor(subparsers: Subparsers) -> None:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--junit", type=OutputFile, metavar="FILE", help="write JUnit's XML")
+    parser.add_argument(
+        "--picture", type=OutputFile, metavar="FILE.svg", help="draw where the first trial departs"
+    )
     parser.set_defaults(run=run_doctor)
 
 
@@ -60,6 +63,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         print("\n".join(map(printable, str(report).split("\n"))))
     if arguments.junit:
         write_text("--junit", arguments.junit, report.to_junit())
+    if arguments.picture and report.departures:
+        write_text("--picture", arguments.picture, report.departures[0].picture().svg())
     if not report.tried:
         raise CommandError("nothing could be tried: the report says why.")
     return 0 if report.healthy else 1
