@@ -1,40 +1,286 @@
-"""The doctor on programs that are right, and on programs with a mistake in them."""
+"""The doctor on real ranks: silent on programs that are right, and right about planted mistakes."""
 
+import functools
+import time
+
+import planted
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from zero_ref import ZeroRedundancyOptimizer, doctor
+from zero_ref import ShardedDataParallel, ZeroRedundancyOptimizer, cli, doctor, reduce_to_owners
+from zero_ref.stairs.owners import MinimalZero
 
 pytestmark = pytest.mark.ranks
-LR = 0.05
+ADAMW = torch.optim.AdamW
+PLAIN = {"from_plain": ADAMW, "options": planted.OPTIONS}
 
 
 def examined(factory, **settings):
-    return doctor.diagnose(factory, **{"from_plain": torch.optim.AdamW, "options": {"lr": LR}} | settings)
+    return doctor.diagnose(factory, **PLAIN | settings)
 
 
-def zero(model):
+# -------------------------------------------------------------------------------------- right programs
+
+
+def under_ddp(model, optimizer_class, **more):
     ddp = DDP(model, find_unused_parameters=True)
-    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=LR), ddp
+    return optimizer_class(ddp.parameters(), ADAMW, **planted.OPTIONS, **more), ddp
 
 
-def test_a_sharded_optimizer_under_ddp_is_healthy():
-    report = examined(zero, ranks=(2,))
-    assert not report.departures, str(report)
-    assert not report.raised
+def gradients_to_owners(model):
+    optimizer, ddp = under_ddp(model, ZeroRedundancyOptimizer)
+    ddp.register_comm_hook(None, reduce_to_owners(optimizer))
+    return optimizer, ddp
+
+
+def sharded(model, **more):
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), ADAMW, partition="even", **planted.OPTIONS)
+    return optimizer, ShardedDataParallel(model, optimizer, **more)
+
+
+def alone(model):
+    return ZeroRedundancyOptimizer(model.parameters(), ADAMW, **planted.OPTIONS)
+
+
+def fsdp(model):
+    for layer in model.children():
+        fully_shard(layer)
+    fully_shard(model)
+    return planted.adamw(model), model
+
+
+def minimal(model):
+    return under_ddp(model, MinimalZero)
+
+
+def ours(**more):
+    return functools.partial(under_ddp, optimizer_class=ZeroRedundancyOptimizer, **more)
+
+
+RIGHT = {
+    "ddp": planted.plain_ddp,
+    "zero": ours(),
+    "registration_greedy": ours(partition="registration_greedy"),
+    "even": ours(partition="even"),
+    "equal_shares": ours(partition="equal_shares"),
+    "bucket views": ours(partition="even", parameters_as_bucket_view=True),
+    "gradients to owners": gradients_to_owners,
+    "sharded": sharded,
+    "gather in forward": functools.partial(sharded, gather_in_forward=True),
+    "may change": functools.partial(sharded, may_change=True),
+    "alone": alone,
+    "torch's ZeRO": functools.partial(under_ddp, optimizer_class=TorchZero),
+    "fsdp": fsdp,
+    "minimal": minimal,
+    "hooked": planted.Hooked,
+}
+
+
+def test_a_sharded_optimizer_is_healthy_in_all_trials():
+    report = examined(RIGHT["even"])
+    assert report.healthy, str(report)
     assert not report.not_tried
-    assert {name for name, _ in report.tried} == {*doctor.TRIALS}
+    assert set(report.tried) == {(name, ranks) for name in doctor.TRIALS for ranks in (2, 3)}
 
 
-def unaveraged(model):
-    return torch.optim.AdamW(model.parameters(), lr=LR), model
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_programs_are_healthy(name, seed):
+    report = examined(RIGHT[name], ranks=(2, 3, 4), seed=seed, name=name)
+    assert report.healthy, str(report)
+    assert {ranks for trial, ranks in report.tried if trial == "plain"} == {2, 3, 4}
+    assert len({trial for trial, _ in report.tried}) >= 10, str(report)
 
 
-def test_gradients_that_nobody_averages_depart():
-    report = examined(unaveraged, ranks=(2,), only=["plain"])
+@pytest.mark.thorough
+def test_muon_is_healthy_on_whole_matrices():
+    groups = {"lr": 0.05}
+    report = doctor.diagnose(
+        muon_at_owners, from_plain=torch.optim.Muon, options=groups, without=["mixed dtypes"]
+    )
+    assert report.healthy, str(report)
+    assert "biases" in {one.trial for one in report.not_tried}
+
+
+def muon_at_owners(model):
+    ddp = DDP(model, find_unused_parameters=True)
+    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Muon, lr=0.05), ddp
+
+
+# ------------------------------------------------------------------------------------ planted mistakes
+
+QUICK = {
+    "Summed",
+    "LastMicroBatch",
+    "LocalNorm",
+    "BroadcastLost",
+    "GroupStale",
+    "SilentlySGD",
+    "MomentsReset",
+}
+
+
+def found_by(kind, **settings):
+    trials = getattr(kind, "trials", ("plain",))
+    report = examined(kind, only=trials, **settings)
+    assert not report.raised, str(report)
+    assert report.departures, str(report)
+    for departure in report.departures:
+        assert any(kind.says in cause for cause in departure.causes), str(report)
+    return report
+
+
+@pytest.mark.parametrize(
+    "kind", [k for k in planted.PLANTED if k.__name__ in QUICK], ids=lambda k: k.__name__
+)
+def test_a_planted_mistake_is_named(kind):
+    found_by(kind, ranks=(2,))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("kind", planted.PLANTED, ids=lambda kind: kind.__name__)
+def test_every_planted_mistake_is_named_on_2_3_and_4_ranks(kind, seed):
+    report = found_by(kind, ranks=(2, 3, 4), seed=seed)
+    assert {one.ranks for one in report.departures} == {2, 3, 4}
+
+
+def test_gradients_that_nobody_averages_are_found_although_owners_send_their_values():
+    report = examined(around_ddp, ranks=(3,), only=["plain"])
     (departure,) = report.departures
     assert (departure.step, departure.phase) == (0, "backward")
+    assert departure.causes == ("gradients are not reduced: a rank steps with those of its own data alone",)
+
+
+def around_ddp(model):
+    return ZeroRedundancyOptimizer(model.parameters(), ADAMW, **planted.OPTIONS), model
+
+
+def test_buffers_that_are_not_sent_are_found():
+    report = examined(planted.ddp_buffers_apart, ranks=(2,), only=["plain", "buffers"])
+    (departure,) = report.departures
+    assert (departure.trial, departure.phase, departure.rank) == ("buffers", "forward", 1)
+    assert departure.causes == ("buffers are not synchronised: each rank's forward uses its own",)
+
+
+# ------------------------------------------------------------------------- what raises, hangs, refuses
+
+
+class RaisesOnOneRank(planted.Hooked):
+    def clip(self, max_norm):
+        if dist.get_rank() == 1:
+            raise KeyError("norm")
+        super().clip(max_norm)
+
+
+class RefusesToClip(planted.Hooked):
+    def clip(self, max_norm):
+        raise ValueError("this optimizer does not clip")
+
+
+class CannotClip(planted.Hooked):
+    def clip(self, max_norm):
+        raise doctor.NotSupportedError("it has no norm")
+
+
+class Hangs(planted.Hooked):
+    def clip(self, max_norm):
+        if dist.get_rank() == 1:
+            dist.barrier()
+        time.sleep(0.01)
+
+
+def test_an_exception_on_one_rank_is_a_finding_with_its_place():
+    report = examined(RaisesOnOneRank, ranks=(2,), only=["clipping", "scheduler"])
+    (raised,) = report.raised
+    assert (raised.trial, raised.rank, raised.summary) == ("clipping", 1, "KeyError: 'norm'")
+    assert "in clip, step 0 of the trial 'clipping'" in raised.text
+    assert ("scheduler", 2) in report.tried
     assert not report.healthy
-    with pytest.raises(AssertionError, match="departs from the plain loop"):
-        report.check()
+
+
+def test_a_refusal_of_all_ranks_is_not_tried():
+    report = examined(RefusesToClip, ranks=(2,), only=["clipping"])
+    assert report.healthy
+    reasons = {one.trial: one.reason for one in report.not_tried}
+    assert reasons["clipping"] == "all ranks refuse it: ValueError: this optimizer does not clip"
+
+
+def test_what_a_program_cannot_do_is_not_tried():
+    reasons = {one.trial: one.reason for one in examined(CannotClip, ranks=(2,), only=["clipping"]).not_tried}
+    assert reasons["clipping"] == "it has no norm"
+
+
+def test_a_rank_that_hangs_is_named_within_the_time_out(impatient):
+    report = examined(Hangs, ranks=(2,), only=["clipping"], timeout=10)
+    (raised,) = report.raised
+    assert raised.trial == "clipping"
+    assert "clip" in raised.text
+
+
+# -------------------------------------------------------------------- a model of its own, and the command
+
+
+def own_model():
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2))
+    ddp = DDP(model)
+    return model, ZeroRedundancyOptimizer(ddp.parameters(), ADAMW, **planted.OPTIONS), ddp
+
+
+def batch(rank, number):
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator)
+
+
+def loss(model, batch):
+    inputs, targets = batch
+    return torch.nn.functional.mse_loss(model(inputs), targets)
+
+
+def own_model_unaveraged():
+    model, optimizer, _ = own_model()
+    return model, optimizer, model
+
+
+def test_a_program_with_a_model_of_its_own_is_held_against_its_plain_loop():
+    own = {"batch": batch, "loss": loss, "only": ["plain", "accumulation", "clipping", "buffers"]}
+    report = examined(own_model, ranks=(2,), **own)
+    assert report.healthy, str(report)
+    assert "buffers" in {one.trial for one in report.not_tried}
+    wrong = examined(own_model_unaveraged, ranks=(2,), **own)
+    assert [one.trial for one in wrong.departures] == ["plain", "accumulation", "clipping"]
+
+
+PROGRAM = """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+from zero_ref import ZeroRedundancyOptimizer
+
+def sharded(model):
+    ddp = DDP(model)
+    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.05), ddp
+
+def forgot(model):
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05), model
+
+def plain(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+"""
+
+
+def test_the_command_tells_a_right_program_from_a_wrong_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    words = ["--ranks", "2", "--only", "plain", "--junit", "doctor.xml"]
+    right = ["program.py:sharded", "--from-plain", "torch.optim.AdamW", "--options", "lr=0.05"]
+    assert cli.main(["doctor", *right, *words]) == 0
+    assert "program.py:sharded on 2 ranks: healthy" in capsys.readouterr().out
+    assert cli.main(["doctor", "program.py:forgot", "--reference", "plain", *words]) == 1
+    assert "likely cause: gradients are not reduced" in capsys.readouterr().out
+    assert 'failures="1"' in (tmp_path / "doctor.xml").read_text()

@@ -194,9 +194,8 @@ def is_refusal(error: lab_ranks.RankError, number: int) -> bool:
     """Whether all ranks raised the same error by a raise statement, but for the numbers in its text."""
     if BY_RAISE not in str(error):
         return False
-    texts = [f"raised {error.summary}", *error.others.values()]
-    begins = {re.sub(r"\d+", "", text.split("\n")[0])[:60] for text in texts}
-    return len(begins) == 1
+    begin = re.sub(r"\d+", "", f"raised {error.summary}".split("\n")[0])[:60]
+    return all(re.sub(r"\d+", "", text).startswith(begin) for text in error.others.values())
 
 
 class _Doctor:
