@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_ref import ZeroRedundancyOptimizer, doctor
+from zero_ref.doctor.trials import MAX_NORM
 
 LR, DECAY, EPS = 0.05, 0.125, 2.0**-20
 OPTIONS = {"lr": LR, "weight_decay": DECAY}
@@ -125,7 +126,7 @@ class ClipBeforeAverage(Hooked):
     trials = ("clipping",)
 
     def end_of_backward(self):
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         super().end_of_backward()
 
     def clip(self, max_norm):

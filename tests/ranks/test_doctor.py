@@ -163,6 +163,7 @@ def around_ddp(model):
 
 def test_buffers_that_are_not_sent_are_found():
     report = examined(planted.ddp_buffers_apart, ranks=(2,), only=["plain", "buffers"])
+    assert len(report.departures) == 1, str(report)
     (departure,) = report.departures
     assert (departure.trial, departure.phase, departure.rank) == ("buffers", "forward", 1)
     assert departure.causes == ("buffers are not synchronised: each rank's forward uses its own",)

@@ -58,7 +58,8 @@ def quiet_scale(eps: float | None) -> float:
     return 2.0 ** (round(math.log2(eps)) - 15) if eps else 1.0
 
 
-# Two have one shape, so that their state can be mixed up. Numbers that 2, 3 and 4 do not divide are among them: every rule has to cut or to leave a remainder.
+# Two have one shape, so that their state can be mixed up. Numbers that 2, 3 and 4 do not divide are among
+# them: every rule has to cut or to leave a remainder.
 LAYERS = {"first": (6, 10), "second": (9, 5), "third": (3, 16), "later": (7, 4), "quiet": (6, 10)}
 TIED = {"embedding": (6, 6), "head": (6, 6)}
 

@@ -9,7 +9,7 @@ from zero_ref.doctor.model import Shape
 
 MICRO = 3
 """Micro-batches of a step that accumulates."""
-MAX_NORM = 1.0
+MAX_NORM = 512.0
 """Far below the norm of the doctor's gradients: every clipping scales."""
 ADDED = (4, 6)
 """Columns and rows of the layer of the group that is added."""
