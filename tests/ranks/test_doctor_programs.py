@@ -54,7 +54,6 @@ def test_each_program_is_healthy_in_all_that_it_can_do(name: str) -> None:
         factory,
         **plain,
         ranks=(2, 3),
-        without=WITHOUT.get(name, ()),
         timeout=300,
         fresh=name == "deepspeed_zero",
     )
