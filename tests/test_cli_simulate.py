@@ -229,7 +229,7 @@ def test_the_first_line_says_what_is_not_modelled_only_if_nothing_fits(
     words = ["simulate", "--model", "llama3-8b", "--ranks", "64", "--strategy", "ddp"]
     for others, said in (([], True), (["--compare", "zero-3"], False), (["--cluster", "loopback"], False)):
         assert cli.main([*words, *others]) == 0
-        assert capsys.readouterr().out.startswith("does not fit, and tensor, pipeline,") == said
+        assert capsys.readouterr().out.startswith("does not fit, and tensor, pipeline and context") == said
 
 
 def test_the_table_says_where_one_rank_receives_from_all(capsys: pytest.CaptureFixture[str]) -> None:
