@@ -266,7 +266,7 @@ MUTANTS = [
     ),
     Mutant(
         "a parcel is larger than its limit",
-        "optimizer/gather.py",
+        "plan/parcels.py",
         "        left[dtype] -= nbytes\n",
         "",
         CHECKPOINT,

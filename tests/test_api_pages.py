@@ -70,6 +70,7 @@ NOT_FOR_READERS = {
     "zero_ref.lab.dry_run": {"TrainScenario", "print_prediction"},
     "zero_ref.lab.logs": {"JsonLines", "Log", "Plain", "RunLog", "TensorBoard"},
     "zero_ref.lab.settings": {"as_toml", "read_settings", "settings_of"},
+    "zero_ref.lab.simulated_checkpoints": {"passages", "checkpoints_as_json", "print_checkpoints"},
     "zero_ref.lab.simulated": {
         *("Row", "as_json", "cluster_named", "in_words", "parts_of", "print_heading", "print_runs"),
     },

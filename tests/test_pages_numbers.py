@@ -26,10 +26,11 @@ from zero_ref.lab import elastic
 from zero_ref.lab.compare import CYCLE, ROW_NAMES
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.outcome import predict
+from zero_ref.lab.simulated_checkpoints import passages
 from zero_ref.live.explorer import RANKS
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.plan.rules import equal_shares, even
-from zero_ref.simulator.cluster import CLUSTERS
+from zero_ref.simulator.cluster import CLUSTERS, cluster
 from zero_ref.simulator.ledger import Convention, ledger
 from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.published import published
@@ -319,6 +320,49 @@ def test_grading_page_has_the_limits_of_an_answer_and_the_user_of_the_container(
     monkeypatch.setattr("zero_ref_course.cli.grade._check", interrupted)
     assert cli.main(["grade", "submissions"]) == 130
     assert "130 after Ctrl-C" in page
+
+
+def test_running_says_what_a_checkpoint_takes() -> None:
+    scenario = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 64)
+    saves, loads = passages(scenario, "zero-even")
+    rows = {
+        ("save", "consolidated"): ("0.50 GB", "97.4 GB", "97.4 GB", "15.3 s"),
+        ("save", "sharded"): ("0", "0.50 GB", "2.9 GB", "1.4 s"),
+        ("load", "whole"): ("1.51 GB", "113.9 GB", "911.4 GB", "11.6 s"),
+        ("load", "whole, mapped"): ("1.51 GB", "1.51 GB", "12.0 GB", "11.6 s"),
+        ("load", "sharded"): ("17.6 GB", "1.76 GB", "14.1 GB", "1.5 s"),
+    }
+    page = (ROOT / "book" / "running.md").read_text(encoding="utf-8")
+    for (verb, way), shown in rows.items():
+        (one,) = [one for one in (saves if verb == "save" else loads) if one.way == way]
+        foreseen = (max(one.device_bytes), max(one.host_bytes), one.host_bytes_of_node(8))
+        for nbytes, text in zip(foreseen, shown):
+            digits = len(text.split()[0].partition(".")[2])
+            assert f"{nbytes / 1e9:.{digits}f}" == text.split()[0], (way, text)
+        assert f"{(one.total_ms or 0) / 1e3:.1f} s" == shown[-1]
+        assert re.search(
+            rf"^\| {verb} `{way}`.* \| {' [|] '.join(map(re.escape, shown))} \|$", page, flags=re.M
+        )
+    assert (scenario.cluster.disk_gb_per_s, scenario.cluster.ranks_per_node) == (10, 8)  # "Eight ranks"
+
+
+def test_running_says_what_megatron_lm_published_and_what_is_foreseen() -> None:
+    # tests/test_checkpoint_passages.py says which is which.
+    published = ("2.4 billion", "27 to 32 GiB", "48 GB", "from 68.6 to 44.3 GiB")
+    foreseen = (
+        "26.8 GiB",
+        "31.3 GiB",
+        "49.2",
+        "66.4 and 42.1 GiB",
+        "2 and 3 real ranks",
+        "4 bytes a parameter",
+    )
+    said = text_of("book/running.md")
+    assert all(text in said for text in (*published, *foreseen))
+    # Parameters of 2 bytes, state of 10 or 12, and the smaller of these once more.
+    assert [round(nbytes * 2.4e9 / 2**30, 1) for nbytes in (12, 14, 22)] == [26.8, 31.3, 49.2]
+    beside = (ROOT / "tests" / "test_checkpoint_passages.py").read_text(encoding="utf-8")
+    assert all(number in beside for number in ("26.8", "31.3", "49.2", "66.4", "42.1", "68.6", "44.3"))
 
 
 def test_running_lists_every_cluster_with_what_it_is_made_of() -> None:

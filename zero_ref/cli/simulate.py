@@ -19,6 +19,7 @@ from zero_ref.lab._arguments import (
 )
 from zero_ref.lab.commands import MOST_OPERATIONS
 from zero_ref.lab.simulated import MFU_COUNTS, as_json, cluster_named, print_runs
+from zero_ref.lab.simulated_checkpoints import checkpoints_as_json, print_checkpoints, saved_by
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.models import MODELS, Architecture, from_config
 from zero_ref.simulator.options import OptionField, from_options, options_of
@@ -48,6 +49,9 @@ def register_simulate(subparsers: Subparsers) -> None:
     _add_paces(parser)
     parser.add_argument(
         "--why", action="store_true", help="say why the fullest rank holds more than 1/N, item by item"
+    )
+    parser.add_argument(
+        "--checkpoint", action="store_true", help="say what saving and loading a checkpoint take, in each way"
     )
     parser.add_argument(
         "--trace", type=OutputFile, metavar="FILE", help="write timelines here, for https://ui.perfetto.dev"
@@ -110,6 +114,9 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         try:
             scenario = scenario_of(arguments)
             _check_size(scenario, strategies)
+            if arguments.checkpoint:
+                for strategy in strategies:
+                    saved_by(scenario, strategy)
             runs = [
                 scenario.run(strategy, slow=slow, jitter=arguments.jitter, seed=arguments.seed)
                 for strategy in strategies
@@ -120,9 +127,14 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             _write_trace(arguments.trace, runs)
         named = arguments.model or arguments.config
         if arguments.json:
-            print(json.dumps(as_json(named, scenario, runs), indent=2, allow_nan=False))
+            printed = as_json(named, scenario, runs)
+            if arguments.checkpoint:
+                printed["checkpoints"] = checkpoints_as_json(scenario, strategies)
+            print(json.dumps(printed, indent=2, allow_nan=False))
         else:
             print_runs(named, scenario, runs, why=arguments.why)
+            if arguments.checkpoint:
+                print_checkpoints(scenario, strategies)
             if arguments.trace:
                 print(f"\n{arguments.trace}: open it at https://ui.perfetto.dev")
     return 0

@@ -2,15 +2,15 @@
 
 - `ranks`: a function on real ranks, from a notebook cell too; `virtual`: on ranks that are threads;
 - `placement`: which backend and devices ranks use; `patience`: time-outs on a slow machine;
-- `meter`, `rpc_meter`, `recorder`, `drift`: what really happened: calls, bytes, memory, when, and how far
-  ranks came apart;
+- `meter`, `tensor_peak`, `rpc_meter`, `recorder`, `drift`: what really happened: calls, bytes, memory, when,
+  and how far ranks came apart;
 - `config`, `model`, `strategies`, `stage_3`: a small GPT, and the strategies to train it under;
 - `train`, `outcome`, `elastic`, `checkpoints`: the training job, what it took beside its prediction, and how
   it goes on when a rank is lost;
 - `settings`, `logs`, `dry_run`, `commands`: its options in a file, its logs, its prediction alone, and how to
   type it;
 - `compare`, `demo`, `report`: strategies side by side;
-- `simulated`, `searched`: what the simulator says, as a table and as JSON;
+- `simulated`, `simulated_checkpoints`, `searched`: what the simulator says, as a table and as JSON;
 - `own`: the reader's own optimizer, loaded from its file and trained;
 - `source`, `stairs`: code as the book shows it, and what a stair changes in the one before;
 - `pieces`, `step_times`: what single calls and whole iterations take on this machine;

@@ -19,10 +19,8 @@ from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.comm.devices import CPU
 from zero_ref.comm.objects import broadcast_json, exchange_json
 from zero_ref.optimizer.entries import Entry, Packed, State, allocate, dtype_of
+from zero_ref.plan.parcels import PARCEL_NBYTES, parcels
 from zero_ref.shard import subclasses
-
-PARCEL_NBYTES = 2**18
-"""The size up to which tensors are joined into one message: copying takes less time than more messages."""
 
 
 @torch.no_grad()
@@ -57,14 +55,14 @@ def consolidate(
             }
             _check_stepped_together(comm.rank, itertools.chain(*entries_of_owner.values()), params)
             whole = {param: subclasses.put_together(whole[param]) for param in sorted(whole)}
-        parcels = _plan_messages(to, entries_of_owner, {**places, comm.rank: tensors})
-        staging = _staging_for([ends for _, ends in parcels], comm)
+        messages = _plan_messages(to, entries_of_owner, {**places, comm.rank: tensors})
+        staging = _staging_for([ends for _, ends in messages], comm)
 
     # 3. Send the tensors. If this rank alone fails, it keeps the error and goes on, since other ranks wait
     # for its calls. Phase 4 raises the error.
     failures: list[Exception] = []
     works: list[PendingCall] = []
-    for owner, ends in parcels:
+    for owner, ends in messages:
         works += _transfer_parcel(comm, to, owner, ends, staging, failures)
     if tensors and places:  # copy this rank's own state while the last tensors of other owners arrive
         with _keeping_errors(failures):
@@ -101,8 +99,13 @@ def _plan_messages(
         (owner, [ends[owner][number] for number in parcel])
         for owner, entries in entries_of_owner.items()
         if owner != to
-        for parcel in _parcels(entries)
+        for parcel in parcels(map(_kind_of, (entry for entry in entries if "numel" in entry)), PARCEL_NBYTES)
     ]
+
+
+def _kind_of(entry: Entry) -> tuple[str, int]:
+    """The dtype and the bytes of an entry's tensor."""
+    return entry["dtype"], entry["numel"] * dtype_of(entry["dtype"]).itemsize
 
 
 def _check_stepped_together(rank: int, entries: Iterable[Entry], params: Sequence[torch.Tensor]) -> None:
@@ -176,9 +179,9 @@ def _transfer_parcel(
     return []
 
 
-def _staging_for(parcels: Iterable[Sequence[torch.Tensor]], comm: Collectives) -> torch.Tensor:
+def _staging_for(messages: Iterable[Sequence[torch.Tensor]], comm: Collectives) -> torch.Tensor:
     """Allocate one buffer for all parcels that have to be copied, as large as the largest of them."""
-    nbytes = [sum(end.nbytes for end in ends) for ends in parcels if not _needs_no_copy(ends, comm)]
+    nbytes = [sum(end.nbytes for end in ends) for ends in messages if not _needs_no_copy(ends, comm)]
     return torch.empty(max(nbytes, default=0), dtype=torch.uint8, device=comm.wire_of(CPU))
 
 
@@ -194,28 +197,3 @@ def _keeping_errors(failures: list[Exception]) -> Iterator[None]:
         yield
     except Exception as error:
         failures.append(error)
-
-
-def _parcels(entries: Iterable[Entry]) -> list[list[int]]:
-    """Divide an owner's tensors into messages, as lists of their numbers: small ones of a dtype together.
-
-    Large tensors come last: ranks wait for each parcel of small ones, which would queue behind a large one.
-
-    >>> entries = [{"dtype": "float32", "numel": numel} for numel in (10, 10**6, 20, 10**6, 5)]
-    >>> _parcels(entries)
-    [[0, 2, 4], [1], [3]]
-    """
-    large: list[list[int]] = []
-    small: dict[str, list[list[int]]] = {}  # by dtype, its parcels
-    left: dict[str, int] = {}  # by dtype, the bytes that its last parcel has room for
-    for number, entry in enumerate(entry for entry in entries if "numel" in entry):
-        dtype, nbytes = entry["dtype"], entry["numel"] * dtype_of(entry["dtype"]).itemsize
-        if nbytes > PARCEL_NBYTES:
-            large.append([number])
-            continue
-        if nbytes > left.get(dtype, -1):
-            small.setdefault(dtype, []).append([])
-            left[dtype] = PARCEL_NBYTES
-        small[dtype][-1].append(number)
-        left[dtype] -= nbytes
-    return [*itertools.chain.from_iterable(small.values()), *large]

@@ -29,6 +29,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `price`: how long each operation of a schedule takes on a cluster;
 - `held`: what a rank holds during an iteration, by kind;
 - `play`: a schedule on a cluster: times, memory over time, the critical path, slow ranks;
+- `saved`, `checkpoints`: what saving and loading take, in several ways;
 - `trace`: timelines as a file that Perfetto shows;
 - `sensitivity`: which circumstance changes the conclusion, and what would make an iteration faster;
 - `calibrate`: a cluster from measured times, with bounds on the error;
