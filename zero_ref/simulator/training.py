@@ -212,7 +212,8 @@ class Training:
         check_options(self, but=("optimizer",))  # `state_rule` knows them
         if self.offload and state_rule(self.optimizer).of_whole is not None:
             raise ValueError(f"offload is for elementwise optimizers; {self.optimizer} multiplies matrices.")
-        update_kernels(self.optimizer, self.update)
+        if self.update != "fused":
+            update_kernels(self.optimizer, self.update)
         check_world_size(self.world_size)
         if self.expert_parallel > 1 or self.expert_load > 1:  # else shapes are not needed yet
             shapes = trained(self.architecture)
