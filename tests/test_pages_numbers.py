@@ -226,7 +226,7 @@ def test_running_prints_what_is_predicted_of_experts_on_several_ranks() -> None:
     for strategy in ("ddp", "zero-even", "zero-2", "zero-3"):
         config = TrainConfig(strategy, model=GPTConfig(experts=4), expert_parallel=2)
         plan = predict(config, 4)
-        calls = [calls_by_group(plan, rank, experts_on=2) for rank in range(4)]
+        calls = [calls_by_group(plan, rank) for rank in range(4)]
         values = [getattr(plan, quantity) for quantity in list(ROW_NAMES)[:3]]
         values += [max(map(len, calls)), max(sum(call.nbytes for call in of_rank) for of_rank in calls)]
         printed = [str(value) if value < 1000 else f"{value / 1e6:.3f}" for value in values]
