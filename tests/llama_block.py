@@ -47,9 +47,11 @@ class LlamaBlock(torch.nn.Module):
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.randn(1, 1, S, SMALL.head_width, dtype=dtype))
 
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, self.weights[f"{name}_proj_weight"])
+
     def of_heads(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        weight = self.weights[f"self_attn_{name}_proj_weight"]
-        return F.linear(x, weight).view(B, S, -1, SMALL.head_width).transpose(1, 2)
+        return self.linear(x, f"self_attn_{name}").view(B, S, -1, SMALL.head_width).transpose(1, 2)
 
     def rotated(self, x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, dim=-1)
@@ -69,7 +71,7 @@ class LlamaBlock(torch.nn.Module):
         normed = FusedNorm.apply(x, weights["input_layernorm_weight"])
         query, key = (self.rotated(self.of_heads(normed, name)) for name in ("q", "k"))
         mixed = self.attend(query, key, self.of_heads(normed, "v")).transpose(1, 2).reshape(B, S, -1)
-        x = x + F.linear(mixed, weights["self_attn_o_proj_weight"])
+        x = x + self.linear(mixed, "self_attn_o")
         normed = FusedNorm.apply(x, weights["post_attention_layernorm_weight"])
-        gate, up = (F.linear(normed, weights[f"mlp_{name}_proj_weight"]) for name in ("gate", "up"))
-        return x + F.linear(F.silu(gate) * up, weights["mlp_down_proj_weight"])
+        gate, up = (self.linear(normed, f"mlp_{name}") for name in ("gate", "up"))
+        return x + self.linear(F.silu(gate) * up, "mlp_down")

@@ -73,6 +73,9 @@ def test_the_numbers_are_those_of_the_scenario(capsys: pytest.CaptureFixture[str
         assert values["tokens_per_second"] == pytest.approx(8 * 1024 / run.iteration_ms * 1e3)
 
 
+UNFUSED = {"attention": "unfused", "checkpointing": "selective"}
+
+
 @pytest.mark.parametrize(
     ("words", "options"),
     [
@@ -98,6 +101,14 @@ def test_the_numbers_are_those_of_the_scenario(capsys: pytest.CaptureFixture[str
         (["--offload"], {"offload": True}),
         (["--no-masters"], {"masters": False}),
         (["--compiled"], {"compiled": True}),
+        (["--attention", "unfused"], {"attention": "unfused"}),
+        (["--attention", "unfused", "--checkpointing", "selective"], UNFUSED),
+        (["--dtype", "float32", "--autocast", "bfloat16"], {"dtype": "float32", "autocast": "bfloat16"}),
+        (["--gradient-dtype", "float32"], {"gradient_dtype": "float32"}),
+        (["--fp8"], {"fp8": True}),
+        (["--update", "foreach"], {"update": "foreach"}),
+        (["--update", "for-loop"], {"update": "for-loop"}),
+        (["--lora", "8", "--lora-on", "attention"], {"lora": 8, "lora_on": "attention"}),
         (["--fused-loss"], {"fused_loss": True}),
         (["--loss-dtype", "bfloat16"], {"loss_dtype": "bfloat16"}),
         (["--compare", "zero-3", "--prefetch", "0"], {"prefetch": 0}),
@@ -117,6 +128,18 @@ def test_every_option_reaches_the_simulator(
         assert values["iteration_ms"] == run.iteration_ms
         assert values["memory_bytes"] == run.memory.items
     assert printed != usual["strategies"]
+
+
+def test_the_second_line_says_how_parameters_are_computed_with(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main([*SIMULATE, "--dtype", "float32", "--autocast", "bfloat16", "--fp8"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "float32 parameters under autocast to bfloat16, products of blocks in FP8, AdamW;" in said
+    cli.main([*SIMULATE, "--lora", "4"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{4 * 12 * (768 + 3 * 768 + 2 * 768 + 2 * (768 + 4 * 768)):,} of them trained, AdamW;" in said
+    assert "torch's own choice on GPUs is --update foreach" in said
+    cli.main([*SIMULATE, "--update", "foreach"])
+    assert "--update foreach" not in " ".join(capsys.readouterr().out.split())
 
 
 def test_stragglers_and_jitter_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import re
 from functools import cache
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,10 @@ from zero_ref.plan.partition import ParamSpec
 from zero_ref.plan.rules import equal_shares, even
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.ledger import Convention, ledger
+from zero_ref.simulator.models import MODELS
+from zero_ref.simulator.published import published
 from zero_ref.simulator.recipe import RECIPES, recipe
+from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import Schedule, schedule
 from zero_ref.simulator.traffic import traffic
 from zero_ref_course.predictions import predictions
@@ -250,6 +254,44 @@ def test_running_says_what_is_on_a_rank_that_shares_experts_and_what_it_sends() 
     assert "has 16 of the 128 experts of each block and everything else, 5.2 billion parameters" in said
     assert "all 64 do so with the rest. In each block a rank sends 134 MB of rows" in said
     assert "gets 1.3 times as many rows" in said
+
+
+def of_a_parameter(**options: Any) -> list[float]:
+    """Bytes of parameters, gradients and the optimizer under DDP, and those that a step moves."""
+    scenario = Scenario(MODELS["gpt2"], CLUSTERS["h100-ib"], 2, bucket_view=True, **options)
+    memory = scenario.run("ddp").memory
+    held = memory.parameter_bytes, memory.gradient_bytes, memory.master_bytes + memory.moment_bytes
+    return [nbytes / scenario.numel for nbytes in held] + [scenario.workload_of("ddp").step_bytes]
+
+
+def test_running_says_what_each_way_of_computing_changes() -> None:
+    page = text_of("book/running.md")
+    autocast = of_a_parameter(dtype="float32", autocast="bfloat16")
+    assert [*autocast, *of_a_parameter()[:3]] == [4, 4, 8, 28, 2, 2, 12]
+    assert "4 + 4 + 8 bytes for each parameter, not 2 + 2 + 12." in page
+    assert of_a_parameter(masters=False)[:3] == [2, 2, 4]
+    assert "`--no-masters` | 2 + 2 + 4 |" in page
+    assert of_a_parameter(gradient_dtype="float32")[:3] == [2, 4, 12]
+    assert "`--gradient-dtype float32` | 2 + 4 + 12," in page
+    steps = [of_a_parameter(dtype="float32", update=update)[3] for update in ("foreach", "for-loop", "fused")]
+    assert steps == [80, 80, 28]
+    assert "of float32, 80 bytes for each parameter are read and written in place of 28" in page
+    adapted = Scenario(MODELS["llama3-8b"], CLUSTERS["h100-ib"], 8, lora=16)
+    assert (adapted.trained_numel, adapted.numel) == (41_943_040, 8_072_204_288)
+    assert "of Llama 3 8B, 41,943,040 parameters of 8,072,204,288 are trained" in page
+    assert "| LoRA | `--lora 16`," in page
+
+
+def test_running_says_what_stored_scores_take() -> None:
+    model = published().models["llama2-13b"]
+    fused, unfused = (
+        Scenario(model, CLUSTERS["a100-ib"], 128, sequence=4096, attention=attention).run("zero-3")
+        for attention in ("fused", "unfused")
+    )
+    assert fused.fits
+    assert [round(one.peak_bytes / 1e9) for one in (unfused, fused)] == [101, 42]
+    said = "of Llama 2 13B at 4,096 tokens, 128 A100 hold 101 GB each, and 42 GB with fused attention"
+    assert said in text_of("book/running.md")
 
 
 def test_running_names_the_chapters_that_ask_for_gloo() -> None:

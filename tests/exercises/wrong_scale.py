@@ -35,22 +35,22 @@ CHANGED = {
     "scale.design": [
         ("stage_1", {SEARCH: '    return Design(1024, "zero-even", "full")\n' + SEARCH},
          r"does not fit in memory. A rank needs \d,\d\d\d\.\d GB.*keep all parameters on every rank"),
-        ("forgets_activations", {SEARCH: '    return Design(2048, "zero-3", "none", prefetch=0)\n' + SEARCH},
+        ("forgets_activations", {SEARCH: '    return Design(1024, "zero-3", "none", prefetch=0)\n' + SEARCH},
          r"it does not fit in memory.*Activations do not shrink"),
         ("fits_perhaps",
-         {SEARCH: '    n = 2048 if job.model == "zero-1t" else 256\n'
-                  '    return Design(n, "zero-3", "full", prefetch=1)\n' + SEARCH},
+         {SEARCH: '    n = 1024 if job.model == "zero-1t" else 256\n'
+                  '    return Design(n, "zero-3", "full", prefetch=2)\n' + SEARCH},
          r"whether it fits is undecided.*What is gathered ahead takes memory"),
         ("too_many_gpus",
-         {SEARCH: '    return Design(job.sequences, "zero-3", "full", prefetch=0)\n' + SEARCH},
+         {SEARCH: '    return Design(job.sequences, "zero-3", "full", prefetch=1)\n' + SEARCH},
          r"costs too much. An iteration takes \d\.\d\d GPU-hours, \d+% over the 2.5 allowed"),
         ("a_rank_without_a_sequence",
          {SEARCH: '    return Design(4 * job.sequences, "zero-3", "full")\n' + SEARCH},
-         r"2,048 sequences cannot be divided among 8,192 ranks"),
-        ("too_few_gpus",
-         {SEARCH: '    n = 2048 if job.model == "zero-1t" else 128\n'
-                  '    return Design(n, "zero-3", "full", prefetch=0)\n' + SEARCH},
-         r"too slow. An iteration takes 5\d\.\d s, 1\d\.\d s more"),
+         r"1,024 sequences cannot be divided among 4,096 ranks"),
+        ("gathers_nothing_ahead",
+         {SEARCH: '    n, ahead = (1024, 1) if job.model == "zero-1t" else (256, 0)\n'
+                  '    return Design(n, "zero-3", "full", ahead)\n' + SEARCH},
+         r"too slow. An iteration takes 3\d\.\d s, \d\.\d s more"),
         ("only_the_ranks", {SEARCH: "    return job.sequences\n" + SEARCH}, r"Return a Design"),
     ],
     "scale.largest_number_that_helps": [

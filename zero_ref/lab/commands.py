@@ -69,6 +69,7 @@ def _trained(scenario: Scenario, strategy: str) -> TrainConfig | None:
         and scenario.attention == "fused"
         and scenario.autocast is None
         and not scenario.fp8
+        and scenario.lora is None
         and scenario.gradient_dtype in (None, scenario.dtype)
         and scenario.accumulation == 1
         and not scenario.offload
@@ -113,6 +114,8 @@ def program(scenario: Scenario, strategy: str) -> list[str] | None:
     lines = ["import torch", *_LINES[strategy](scenario), *_accumulating(scenario, strategy)]
     if scenario.gradient_dtype not in (None, scenario.dtype):
         lines.append(f"# the loop adds gradients up in torch.{scenario.gradient_dtype}")
+    if scenario.lora is not None:
+        lines.append(f"# before it is wrapped: LoRA of rank {scenario.lora}, {scenario.lora_on}, as peft's")
     if scenario.fp8:
         lines.append("# before it is wrapped: torchao.float8.convert_to_float8_training(model)")
     if scenario.autocast:

@@ -104,6 +104,7 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
         "elements": scenario.numel,
         "active_elements": scenario.active,
         "elements_of_rank": scenario.numel_of_rank,
+        "trained_elements_of_rank": scenario.trained_numel,
         "experts": _experts_as_json(scenario),
         "parts": parts_of(scenario.architecture),
         "not_counted": list(scenario.missing),
@@ -193,10 +194,8 @@ def print_runs(
     if runs and all(run.fits is False for run in runs):
         console.print(f"does not fit, and {in_words(NOT_MODELLED)} are not modelled")
     print_heading(console, named, scenario)
-    used = "" if scenario.active == scenario.numel else f", {scenario.active:,} for a token"
-    held = "" if scenario.experts is None else f", {scenario.numel_of_rank:,} on a rank"
     console.print(
-        f"{scenario.numel:,} {scenario.dtype} parameters{used}{held}, {scenario.optimizer}; on each rank "
+        f"{_parameters(scenario)}, {scenario.optimizer}; on each rank "
         f"{'' if scenario.accumulation == 1 else f'{scenario.accumulation:,} x '}{scenario.batch:,} x "
         f"{scenario.tokens_of_sequence:,} tokens\n"
     )
@@ -210,6 +209,22 @@ def print_runs(
     console.print()
     for line in (*(_reasons(runs) if why else ()), *_notes(scenario, runs)):
         console.print(line, markup=False)
+
+
+def _parameters(scenario: Scenario) -> str:
+    """How many there are, and how they are computed with."""
+    words = [f"{scenario.numel:,} {scenario.dtype} parameters"]
+    if scenario.autocast:
+        words[0] += f" under autocast to {scenario.autocast}"
+    if scenario.fp8:
+        words.append("products of blocks in FP8")
+    if scenario.active != scenario.numel:
+        words.append(f"{scenario.active:,} for a token")
+    if scenario.lora is not None:
+        words.append(f"{scenario.trained_numel:,} of them trained")
+    if scenario.experts is not None:
+        words.append(f"{scenario.numel_of_rank:,} on a rank")
+    return ", ".join(words)
 
 
 def print_heading(console: Any, named: str, scenario: Scenario) -> None:
@@ -270,6 +285,8 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
         yield f"supposed: {_supposed(cluster)}"
     else:
         yield f"times from: {cluster.source}. They hold for the number of ranks measured there."
+    if scenario.update == "fused" and cluster.backend == "nccl":
+        yield "supposed: one fused kernel makes the update; torch's own choice on GPUs is --update foreach"
     if device_share := cluster.device.allocator_share:
         yield f"supposed: the allocator reserves {device_share:.0%} more than is allocated"
     for part, numel in list(parts_of(scenario.architecture).items())[1:]:

@@ -10,7 +10,8 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `architectures`: what the simulator asks of a model, and GPT-2, Llama and an MLP;
 - `rules`: what each block is, as a configuration says; `configuration` reads one, or refuses it;
 - `models`: the parameter shapes of published models by name, or of a module at hand;
-- `autocast`: what of that is cast to 16 bits where parameters are in 32;
+- `lora`: adapters beside frozen weights;
+- `autocast`: what is cast to 16 bits of a model whose parameters are in 32;
 - `activations`: what the forward pass keeps for the backward pass, with and without checkpointing;
 - `updates`: what an update needs and moves, in one kernel or in many;
 - `memory`: everything that a rank holds, item by item, on average and exactly for a partition;

@@ -18,6 +18,7 @@ from zero_ref.simulator.architectures import Transformer, outputs_of
 from zero_ref.simulator.autocast import cast_weights, kept_under_autocast
 from zero_ref.simulator.experts import OF_ROWS
 from zero_ref.simulator.layers import ALONE, Kept, Layer, Matrix, Sharing
+from zero_ref.simulator.lora import Lora
 from zero_ref.simulator.norms import NORMS, beside_of_element, kept_beside
 
 CHECKPOINTING: dict[str, str] = {
@@ -205,6 +206,7 @@ def activations(
     fused_loss: bool = False,
     loss_itemsize: int = 4,
     autocast: bool = False,
+    lora: Lora | None = None,
     norms: str = "fused",
     repeated_kv: bool = False,
     sharing: Sharing = ALONE,
@@ -238,6 +240,8 @@ def activations(
             cross-entropy its 16-bit logits: then each keeps 2 bytes, and 6 are there in backward.
         autocast: parameters are in 32 bits and cast for each product, as `autocast` says; `itemsize` is that
             of the products.
+        lora: only adapters are trained. The first block is counted as the others, though its first norm keeps
+            nothing if the embedding is frozen.
         norms: how RMSNorms are computed: one of `norms.NORMS`. Compiled, all keep as much as fused ones.
         repeated_kv: keys and values are copied for every query head before fused attention, as before torch
             had grouped heads there. Unfused attention always needs the copies.
@@ -266,6 +270,7 @@ def activations(
         repeated_kv,
         sharing,
         silu_by_hand,
+        lora,
     )
 
     input_of_block, depth = tokens * width * of_stream, architecture.depth
@@ -287,8 +292,8 @@ def activations(
         blocks -= (blocks - depth * input_of_block) * shrunk // depth
         again = max(wholes) - input_of_block if shrunk else 0
     dropout = any(layer.kind.dropout for layer in layers)
-    # A norm's input and its result; a mask of the embedding's, or a statistic.
-    of_norm = width * (of_stream + itemsize) + (width if dropout else 4)
+    # A norm's input, and its result where the head is trained; a mask of the embedding's, or a statistic.
+    of_norm = width * (of_stream + itemsize * (lora is None)) + (width if dropout else 4)
     if not all(layer.layer_norms for layer in layers):  # the last norm is in no block, and not compiled
         of_norm += width * beside_of_element(norms, of_stream)
     of_logit, in_loss = (itemsize, itemsize) if fused_loss else (loss_itemsize, 2 * loss_itemsize)
@@ -321,6 +326,7 @@ class _How(NamedTuple):
     repeated_kv: bool
     sharing: Sharing
     silu_by_hand: bool
+    lora: Lora | None
 
     def casts(self, numel: int) -> int:
         """Bytes of the cast copies of weights, which a compiler makes again where they are read."""
@@ -330,6 +336,9 @@ class _How(NamedTuple):
 def _kept_bytes(layer: Layer, how: _How, *left_out: str) -> int:
     """What a block keeps if nothing is computed again but the roles that are left out."""
     kept = kept_of_block(layer, how.sequence, how.attention)
+    if how.lora is not None:
+        adapted = sum(map(how.lora.adapts, matrices(layer)))
+        kept = [*how.lora.kept(kept), Kept("results of A", adapted * how.lora.rank, "operand")]
     if how.autocast:
         kept = kept_under_autocast(layer, kept, compiled=how.compiled)
     kept += kept_beside(
@@ -359,7 +368,12 @@ def _kept_by_operation(layer: Layer, how: _How) -> int:
     if how.compiled and not layer.kind.post_norms:
         listed = [one for one in listed if one.name != "down"]  # nothing in backward reads it
     of_input = layer.width * (4 if how.autocast else how.itemsize)
-    of_results = (layer.attended + sum(one.outputs for one in listed)) * how.itemsize
+    numel = layer.attended + sum(one.outputs for one in listed)
+    if how.lora is not None:  # whose products count too: of three, the first and the last, or the second
+        adapted = [how.lora.adapts(one) for one in matrices(layer)]
+        numel += sum(one.outputs for one, has in zip(matrices(layer)[::2], adapted[::2]) if has)
+        numel += how.lora.rank * sum(adapted[1::2])
+    of_results = numel * how.itemsize
     statistics = 4 * layer.heads if how.attention == "fused" else 0
     arrived = layer.moved / 2 * (1 + how.sharing.load) * how.itemsize if how.sharing.ranks > 1 else 0
     return round(how.sequence * how.batch * (of_input + of_results + statistics + arrived))

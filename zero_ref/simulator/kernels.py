@@ -15,12 +15,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_name
-from zero_ref.simulator.activations import ATTENTION
+from zero_ref.simulator.activations import ATTENTION, matrices as matrices_of
 from zero_ref.simulator.architectures import Transformer, outputs_of, trained
 from zero_ref.simulator.autocast import cast_weights, reads_of_norms
 from zero_ref.simulator.cluster import Device
 from zero_ref.simulator.expert_parallel import on_a_rank
 from zero_ref.simulator.layers import ALONE, Layer, Matrix, Sharing
+from zero_ref.simulator.lora import Lora, with_adapters
 
 
 class Product(NamedTuple):
@@ -295,11 +296,13 @@ class Kernels:
 
     Args:
         numel: elements of the model, to give each operation of a schedule its part.
+        backward_numel: those of backward's operations, where they are not of all; None for as many.
     """
 
     forward: Pass
     backward: Pass
     numel: int
+    backward_numel: int | None = None
 
     @property
     def flops(self) -> float:
@@ -332,6 +335,7 @@ def kernels(
     itemsize: int = 2,
     autocast: bool = False,
     fp8: bool = False,
+    lora: Lora | None = None,
     sharing: Sharing = ALONE,
 ) -> Kernels:
     """The kernels of forward and backward on `batch` sequences.
@@ -354,6 +358,7 @@ def kernels(
         itemsize: bytes of an element.
         autocast: parameters and stream are in 32 bits, and cast for each product; gradients are cast back.
         fp8: products of blocks are of FP8, to which each casts both of its operands. The head is not.
+        lora: only adapters are trained: no gradients of other weights are made.
         sharing: of experts among ranks, of which these are the kernels of the busiest. It has fewer experts,
             each with the rows of more tokens.
     Raises:
@@ -383,7 +388,13 @@ def kernels(
     if checkpointing == "by-operation":  # which keeps no results of experts
         of_experts = products(lambda layer: (one for one in layer.products if one.copies > 1))
         computed_again = computed_again.plus(of_experts.times(1 - again.products))
-    back = matrices.times(2).plus(attended_back).touching(scale * tokens * depth * of_block.backward + casts)
+    gradients = 1 if lora else 2  # of a product's operand, and of its weight
+    if lora:
+        adapters = _adapters(architecture, tokens, lora, costs)
+        others, attended_back = others.plus(adapters.forward), attended_back.plus(adapters.backward)
+        computed_again = computed_again.plus(adapters.forward.times(again.blocks * again.products))
+    back = matrices.times(gradients).plus(attended_back)
+    back = back.touching(scale * tokens * depth * of_block.backward + casts)
     back = back.plus(computed_again)
     if fp8:
         forward, backward = _casts_to_fp8(architecture, tokens, sharing, compiled)
@@ -391,14 +402,37 @@ def kernels(
         back = back.touching(backward + forward * again.products * again.blocks)
 
     product = Product(tokens, architecture.width, outputs, float(outputs > 0))
-    of_head, of_loss = (
+    in_head, of_loss = (
         scale * tokens * outputs * nbytes for nbytes in (COMPILED if fused_loss else EAGER).logits
     )
     casts = CAST * autocast * architecture.width * outputs
-    head = Pass((product,), 0.0, of_head + casts, itemsize)
-    back = back.plus(Pass((product._replace(times=2 * product.times),), 0.0, of_loss + casts, itemsize))
-    numel = sum(param.numel for param in on_a_rank(trained(architecture), sharing.ranks))
+    head = Pass((product,), 0.0, in_head + casts, itemsize)
+    of_head = product._replace(times=gradients * product.times)
+    back = back.plus(Pass((of_head,), 0.0, of_loss + casts, itemsize))
+    shapes = trained(architecture) if lora is None else with_adapters(trained(architecture), lora)
+    numel = sum(param.numel for param in on_a_rank(shapes, sharing.ranks))
     return Kernels(others.plus(attended).plus(head), back, numel)
+
+
+class _Adapters(NamedTuple):
+    """What adapters add to forward and backward of all blocks."""
+
+    forward: Pass
+    backward: Pass
+
+
+def _adapters(architecture: Transformer, tokens: int, lora: Lora, costs: Costs) -> _Adapters:
+    """Two small products for each adapted weight, whose result is added to that weight's."""
+    products: list[Product] = []
+    forward = backward = 0.0
+    for layer in architecture.layers:
+        for one in filter(lora.adapts, matrices_of(layer)):
+            products.append(Product(tokens, one.inputs, lora.rank, float(layer.number)))
+            products.append(Product(tokens, lora.rank, one.outputs, float(layer.number)))
+            forward += layer.number * tokens * one.outputs * costs.add[0]
+            backward += layer.number * tokens * one.inputs * costs.add[1]
+    made = Pass(tuple(products), 0.0, forward)
+    return _Adapters(made, made.times(2, touched=0).touching(backward))
 
 
 def _casts_to_fp8(

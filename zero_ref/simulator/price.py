@@ -69,7 +69,8 @@ class Workload:
         if self.kernels is not None and device.memory_reached is not None:
             is_backward = operation.label != "forward"
             whole = _ms_of(self.kernels.backward if is_backward else self.kernels.forward, device)
-            return numel / self.kernels.numel * whole + device.touch_ms(self.moved_bytes[is_backward] * numel)
+            of_all = (is_backward and self.kernels.backward_numel) or self.kernels.numel
+            return numel / of_all * whole + device.touch_ms(self.moved_bytes[is_backward] * numel)
         passes = 1 if operation.label == "forward" else 3 if self.recompute else 2
         flops = 2.0 * passes * numel * self.active_share * self.tokens * (1 + self.attention_share)
         return device.compute_ms(flops, operation.tensors * passes / 3)

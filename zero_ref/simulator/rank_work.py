@@ -14,6 +14,7 @@ from zero_ref.simulator.expert_parallel import experts_of, on_a_rank
 from zero_ref.simulator.kernels import Kernels, kernels, recomputed
 from zero_ref.simulator.layers import Sharing, is_of_experts
 from zero_ref.simulator.ledger import StateRule, state_rule
+from zero_ref.simulator.lora import Lora, is_adapter, with_adapters
 from zero_ref.simulator.models import GPT2, Llama, ParamShape, matrices_whole, specs, trained
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.training import DTYPES, Training
@@ -50,14 +51,23 @@ class RankWork(Training):
         model = self.architecture
         return model if isinstance(model, (GPT2, Llama, Decoder)) else None
 
+    @property
+    def adapters(self) -> Lora | None:
+        """What is trained beside frozen weights; None where all parameters are trained."""
+        return None if self.lora is None else Lora(self.lora, self.lora_on)
+
     @cached_property
     def shapes(self) -> tuple[ParamShape, ...]:
-        return trained(self.architecture)
+        """The parameters, with the adapters beside frozen ones."""
+        shapes = trained(self.architecture)
+        return shapes if self.adapters is None else with_adapters(shapes, self.adapters)
 
     @cached_property
     def params(self) -> list[ParamSpec]:
         """The parameters that one rank has: of experts that ranks share, its own."""
         params = specs(on_a_rank(self.shapes, self.expert_parallel), self.dtype)
+        if self.lora is not None:
+            return [param._replace(trainable=is_adapter(param.name)) for param in params]
         return params if state_rule(self.optimizer).of_whole is None else matrices_whole(params)
 
     @cached_property
@@ -74,6 +84,11 @@ class RankWork(Training):
     def sharing(self) -> Sharing:
         """How ranks share experts, as far as what each of them computes depends on it."""
         return Sharing(self.expert_parallel, self.expert_load)
+
+    @cached_property
+    def trained_numel(self) -> int:
+        """The same of those that are trained."""
+        return sum(param.numel for param in self.params if param.trainable)
 
     @cached_property
     def experts(self) -> SharedExperts | None:
@@ -94,7 +109,9 @@ class RankWork(Training):
     def active(self) -> int:
         """Parameters that a token goes through: of experts those that it is sent to."""
         model = self.transformer
-        return model.active if isinstance(model, Decoder) else self.numel
+        if not isinstance(model, Decoder):
+            return self.numel
+        return model.active + (0 if self.lora is None else self.trained_numel)
 
     @property
     def computed_on(self) -> float:
@@ -124,6 +141,7 @@ class RankWork(Training):
             attention=self.attention,
             itemsize=DTYPES[self.computed_in],
             autocast=self.autocast is not None,
+            lora=self.adapters,
             compiled=self.compiled,
             fused_loss=self.fused_loss,
             loss_itemsize=DTYPES[self.loss_dtype],
@@ -178,6 +196,7 @@ class RankWork(Training):
             itemsize=DTYPES[self.computed_in],
             autocast=self.autocast is not None,
             fp8=self.fp8,
+            lora=self.adapters,
             sharing=self.sharing,
         )
 

@@ -71,7 +71,7 @@ class Scenario(RankWork):
         Parameters, owners and buckets are not planned again.
         """
         changed = replace(self, **changes)
-        planned = ("shapes", "params", "numel", "numel_of_rank", "buckets", "_partitions")
+        planned = ("shapes", "params", "numel", "numel_of_rank", "trained_numel", "buckets", "_partitions")
         vars(changed).update({name: getattr(self, name) for name in planned})
         return changed
 
@@ -112,6 +112,13 @@ class Scenario(RankWork):
         itemsize, usual = DTYPES[self.dtype], recipe(strategy)
         of_gradient = self.gradient_itemsize(strategy)
         workload = replace(self.workload, step_bytes=self.step_bytes(of_gradient))
+        share = 1.0
+        if self.lora is not None and workload.kernels is not None:
+            # Without stage 3, the operations of backward are of parameters that have gradients.
+            of_all = usual.stage == 3
+            share = self.trained_numel / self.numel_of_rank if of_all else 1.0
+            backward_numel = self.numel_of_rank if of_all else self.trained_numel
+            workload = replace(workload, kernels=replace(workload.kernels, backward_numel=backward_numel))
         if self.recipe(strategy).offload:  # a gradient goes to the CPU and a parameter comes back
             workload = replace(workload, offload_bytes=(of_gradient, itemsize))
         # A gradient is copied to its bucket, or added to what is kept in 32 bits, which is read and written.
@@ -124,7 +131,7 @@ class Scenario(RankWork):
         sent = (
             2 * reduced * (2 if usual.stage < 2 else 1)
         )  # an all-reduce sends, and receives, everything twice
-        return replace(workload, moved_bytes=(gathered, gathered + copied + sent))
+        return replace(workload, moved_bytes=(gathered, gathered + share * (copied + sent)))
 
     def gradient_itemsize(self, strategy: str) -> int:
         """Bytes of an element of the gradients that a strategy keeps."""
@@ -242,7 +249,7 @@ class Scenario(RankWork):
         average = average_memory(self.params, group, settings)
         if strategy == LOCAL_SGD and self.world_size > 1:
             # The averager copies all that is averaged into one tensor, and sends that.
-            average = replace(average, communication_bytes=self._state_itemsize * self.numel)
+            average = replace(average, communication_bytes=self._state_itemsize * self.trained_numel)
         if settings.stage < 3:
             return (average,) * self.world_size
         # Each parameter is cut along its first dimension, so the first ranks have more than the last.
@@ -257,8 +264,8 @@ class Scenario(RankWork):
                 average,
                 parameter_bytes=parameter_bytes,
                 gradient_bytes=gradient_bytes,
-                master_bytes=whole.master_bytes * numel / self.numel_of_rank,
-                moment_bytes=whole.moment_bytes * numel / self.numel_of_rank,
+                master_bytes=whole.master_bytes * numel / max(1, self.trained_numel),
+                moment_bytes=whole.moment_bytes * numel / max(1, self.trained_numel),
                 scalar_bytes=whole.scalar_bytes,  # a rank has a part, even an empty one, of each tensor
             )
             for parameter_bytes, gradient_bytes, numel in set(held)
@@ -439,7 +446,9 @@ class SimulatedRun:
         device, workload = self.scenario.machine.device, self.scenario.workload_of(self.strategy)
         if workload.kernels is None or device.memory_reached is None:
             return {}
-        moved = sum(workload.moved_bytes) * self.scenario.numel_of_rank
+        numel = self.scenario.numel_of_rank
+        forward, backward = workload.moved_bytes
+        moved = forward * numel + backward * (workload.kernels.backward_numel or numel)
         return {**workload.kernels.parts_ms(device), "moved": device.touch_ms(moved)}
 
     @property
@@ -456,7 +465,11 @@ class SimulatedRun:
 
         Source: PaLM (arXiv:2204.02311), appendix B.
         """
-        operations = 6 * self.scenario.active * self.scenario.tokens * (1 + self.scenario.attention_share)
+        scenario = self.scenario
+        of_token = 6 * scenario.active * (1 + scenario.attention_share)
+        if scenario.lora is not None:  # of frozen parameters no gradients are made
+            of_token -= 2 * (scenario.active - scenario.trained_numel)
+        operations = of_token * scenario.tokens
         return operations / (self.iteration_ms * self.scenario.machine.device.tflops * 1e9)
 
     def _an_iteration(self, amount: float) -> float:

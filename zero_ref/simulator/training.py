@@ -12,6 +12,7 @@ from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.devices import DEVICES
 from zero_ref.simulator.expert_parallel import check_experts
 from zero_ref.simulator.ledger import STATE_RULES, state_rule
+from zero_ref.simulator.lora import LORA_ON
 from zero_ref.simulator.models import Architecture, trained
 from zero_ref.simulator.norms import NORMS
 from zero_ref.simulator.operations import WAYS
@@ -95,6 +96,14 @@ class Training:
     masters: Annotated[bool, Option(
         "no 32-bit copies of 16-bit parameters: state in the parameters' own dtype",
     )] = True
+    lora: Annotated[int | None, Option(
+        "LoRA: only adapters of this rank are trained, beside frozen weights", metavar="RANK", least=1,
+        most=2**20,
+    )] = None
+    lora_on: Annotated[str, Option(
+        "which weights have adapters: " + explained(LORA_ON) + " (default: %(default)s)", metavar="WHERE",
+        choices=LORA_ON,
+    )] = "all-linear"
     update: Annotated[str, Option(
         explained(UPDATES) + " (default: %(default)s)", metavar="HOW", choices=UPDATES,
     )] = "fused"
@@ -203,12 +212,32 @@ class Training:
         check_options(self, but=("optimizer",))  # `state_rule` knows them
         if self.offload and state_rule(self.optimizer).of_whole is not None:
             raise ValueError(f"offload is for elementwise optimizers; {self.optimizer} multiplies matrices.")
-        update_kernels(self.optimizer, self.update)
+        if self.update != "fused":
+            update_kernels(self.optimizer, self.update)
         check_world_size(self.world_size)
         if self.expert_parallel > 1 or self.expert_load > 1:  # else shapes are not needed yet
             shapes = trained(self.architecture)
             check_experts(shapes, self.expert_parallel, self.expert_load, self.world_size)
         self._check_products()
+        if self.lora is not None:
+            self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        """Refuse LoRA where it is not simulated."""
+        named = f"lora of rank {self.lora}"
+        layers = getattr(self.architecture, "layers", None)
+        if layers is None or any(one.mixed is not None or one.mlp is not None for one in layers):
+            raise ValueError(f"{named} is for transformers whose blocks have attention and a dense MLP.")
+        if self.fp8 or state_rule(self.optimizer).of_whole is not None:
+            raise ValueError(
+                f"{named} is not simulated with fp8, or with {self.optimizer}: leave fp8 out, and take an "
+                "elementwise optimizer."
+            )
+        if self.cluster.device.memory_reached is None:
+            raise ValueError(
+                f"{named} is not simulated on {self.cluster.device.name}, whose rate is of training all "
+                "parameters: choose another cluster."
+            )
 
     def _check_products(self) -> None:
         """Refuse products that there are not."""
