@@ -235,6 +235,20 @@ def test_the_busiest_rank_sets_time_and_memory(strategy: str) -> None:
     assert len({one.sent_bytes for one in runs}) == 1
 
 
+def test_the_busiest_rank_keeps_what_its_rows_make() -> None:
+    """The row itself, gate and up, the activation, and its product with up. An expert is 768 wide."""
+    kept = [spread(8, expert_load=load).activations.blocks for load in (1.0, 2.0)]
+    of_row = 2048 + 2 * 768 + 768 + 768
+    assert kept[1] - kept[0] == 48 * 4096 * 8 * 2 * of_row
+    # By operation, instead, the rows alone are kept as they came, and all results.
+    by_operation = [
+        spread(ranks, expert_load=load, checkpointing="by-operation").activations.blocks
+        for ranks, load in ((1, 1.0), (8, 1.0), (8, 2.0))
+    ]
+    rows = 48 * 4096 * 8 * 2 * 2048
+    assert [one - by_operation[0] for one in by_operation] == [0, 2 * rows, 3 * rows]
+
+
 def test_rows_reach_the_busiest_rank_as_many_times_later() -> None:
     """Within a node: 134 MB of rows, of which 7 of 8 leave the rank."""
     even, uneven = (spread(8, expert_load=load).run("ddp") for load in (1.0, 2.0))

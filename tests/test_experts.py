@@ -163,7 +163,7 @@ def test_the_load_is_that_of_the_busiest_rank_of_each_block() -> None:
     plan = predict(config, 2)
     held = HeldBytes(plan.parameter_bytes[0], plan.gradient_bytes[0], plan.state_bytes[0])
     measured = [
-        Measured(calls_by_group(plan, rank, 2), held, [1.0], 1.0, [1.0], expert_rows=rows)
+        Measured(calls_by_group(plan, rank), held, [1.0], 1.0, [1.0], expert_rows=rows)
         for rank, rows in enumerate([(30, 10), (10, 30)])
     ]
     result = outcome(config, plan, measured)

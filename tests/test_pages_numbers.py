@@ -226,6 +226,37 @@ def test_running_says_what_a_step_moves() -> None:
     assert "one kernel could save 10" in said
 
 
+def test_running_prints_what_is_predicted_of_experts_on_several_ranks() -> None:
+    page = text_of("book/running.md")
+    for strategy in ("ddp", "zero-even", "zero-2", "zero-3"):
+        config = TrainConfig(strategy, model=GPTConfig(experts=4), expert_parallel=2)
+        plan = predict(config, 4)
+        calls = [calls_by_group(plan, rank) for rank in range(4)]
+        values = [getattr(plan, quantity) for quantity in list(ROW_NAMES)[:3]]
+        values += [max(map(len, calls)), max(sum(call.nbytes for call in of_rank) for of_rank in calls)]
+        printed = [str(value) if value < 1000 else f"{value / 1e6:.3f}" for value in values]
+        assert f" {strategy} {' '.join(printed)} " in page, printed
+        sent = [call.nbytes for call in calls[0] if call.op == "all_to_all"]
+        assert (len(sent), f"{sum(sent) / 1e6:.3f}") == (20, "8.389")
+    assert "20 calls and 8.389 MB of this are the all-to-alls" in page
+
+
+def test_running_says_what_is_on_a_rank_that_shares_experts_and_what_it_sends() -> None:
+    (words,) = [words for words in commands("zero-ref") if "--expert-load" in words]
+    scenario = scenario_of(cli.make_parser()[0].parse_args(words))
+    shared = scenario.experts
+    assert shared is not None
+    numels = (scenario.numel, scenario.active, scenario.numel_of_rank)
+    assert [round(numel / 1e9, 1) for numel in numels] == [30.5, 3.4, 5.2]
+    assert (shared.experts // shared.ranks, shared.experts, scenario.world_size) == (16, 128, 64)
+    assert (round(shared.row_bytes / 1e6), shared.load) == (134, 1.3)
+    said = text_of("book/running.md")
+    assert "has 30.5 billion parameters, and a token goes through 3.4 billion of them" in said
+    assert "has 16 of the 128 experts of each block and everything else, 5.2 billion parameters" in said
+    assert "all 64 do so with the rest. In each block a rank sends 134 MB of rows" in said
+    assert "gets 1.3 times as many rows" in said
+
+
 def of_a_parameter(**options: Any) -> list[float]:
     """Bytes of parameters, gradients and the optimizer under DDP, and those that a step moves."""
     scenario = Scenario(MODELS["gpt2"], CLUSTERS["h100-ib"], 2, bucket_view=True, **options)
@@ -262,37 +293,6 @@ def test_running_says_what_stored_scores_take() -> None:
     assert [round(one.peak_bytes / 1e9) for one in (unfused, fused)] == [101, 42]
     said = "of Llama 2 13B at 4,096 tokens, 128 A100 hold 101 GB each, and 42 GB with fused attention"
     assert said in text_of("book/running.md")
-
-
-def test_running_prints_what_is_predicted_of_experts_on_several_ranks() -> None:
-    page = text_of("book/running.md")
-    for strategy in ("ddp", "zero-even", "zero-2", "zero-3"):
-        config = TrainConfig(strategy, model=GPTConfig(experts=4), expert_parallel=2)
-        plan = predict(config, 4)
-        calls = [calls_by_group(plan, rank, experts_on=2) for rank in range(4)]
-        values = [getattr(plan, quantity) for quantity in list(ROW_NAMES)[:3]]
-        values += [max(map(len, calls)), max(sum(call.nbytes for call in of_rank) for of_rank in calls)]
-        printed = [str(value) if value < 1000 else f"{value / 1e6:.3f}" for value in values]
-        assert f" {strategy} {' '.join(printed)} " in page, printed
-        sent = [call.nbytes for call in calls[0] if call.op == "all_to_all"]
-        assert (len(sent), f"{sum(sent) / 1e6:.3f}") == (20, "8.389")
-    assert "20 calls and 8.389 MB of this are the all-to-alls" in page
-
-
-def test_running_says_what_is_on_a_rank_that_shares_experts_and_what_it_sends() -> None:
-    (words,) = [words for words in commands("zero-ref") if "--expert-load" in words]
-    scenario = scenario_of(cli.make_parser()[0].parse_args(words))
-    shared = scenario.experts
-    assert shared is not None
-    numels = (scenario.numel, scenario.active, scenario.numel_of_rank)
-    assert [round(numel / 1e9, 1) for numel in numels] == [30.5, 3.4, 5.2]
-    assert (shared.experts // shared.ranks, shared.experts, scenario.world_size) == (16, 128, 64)
-    assert (round(shared.row_bytes / 1e6), shared.load) == (134, 1.3)
-    said = text_of("book/running.md")
-    assert "has 30.5 billion parameters, and a token goes through 3.4 billion of them" in said
-    assert "has 16 of the 128 experts of each block and everything else, 5.2 billion parameters" in said
-    assert "all 64 do so with the rest. In each block a rank sends 134 MB of rows" in said
-    assert "gets 1.3 times as many rows" in said
 
 
 def test_running_names_the_chapters_that_ask_for_gloo() -> None:

@@ -54,14 +54,11 @@ def buckets_of_rank(params: Sequence[ParamSpec], order: Sequence[int]) -> list[l
     return sorted(buckets, key=lambda bucket: max(when[number] for number in bucket))
 
 
-def calls_by_group(plan: Schedule, rank: int, experts_on: int) -> list[Call]:
+def calls_by_group(plan: Schedule, rank: int) -> list[Call]:
     """The calls of one rank as `Spread.recording` lists them: group by group.
 
     First those of the ranks that share experts, then those of all ranks, then those of the ranks that have
     the same experts. Within a group they are in the order of the plan.
-
-    Args:
-        experts_on: so many ranks share the experts.
     """
 
     def group_of(one: Operation) -> int:
@@ -70,5 +67,5 @@ def calls_by_group(plan: Schedule, rank: int, experts_on: int) -> list[Call]:
     return [
         call
         for one in sorted((one for one in plan.operations if one.op), key=group_of)
-        for call in one.calls_of(rank if group_of(one) < 2 else rank // experts_on, plan.world_size)
+        for call in one.calls_of(rank, plan.world_size)
     ]

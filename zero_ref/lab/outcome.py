@@ -184,9 +184,7 @@ def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -
     times = [max(at_step) for at_step in zip(*(rank.step_ms for rank in measured), strict=True)]
     first = measured[0]
     planned = [
-        plan.calls_of(rank)
-        if config.expert_parallel == 1
-        else tuple(calls_by_group(plan, rank, config.expert_parallel))
+        plan.calls_of(rank) if config.expert_parallel == 1 else tuple(calls_by_group(plan, rank))
         for rank in range(len(measured))
     ]
     planned_bytes = map(sum, zip(plan.parameter_bytes, plan.left_gradient_bytes, plan.state_bytes))

@@ -125,7 +125,7 @@ class _Changes:
         own = 0
         if one.op in ("exchange", "reduce"):  # by reduce, a bucket has a call for each of its owners
             if (one.part, one.owner) not in self.received:
-                at = self.rank if one.ranks is None else self.rank % one.ranks
+                at = self.rank if one.ranks is None else self.rank // one.stride % one.ranks
                 own = sum(nbytes for owner, nbytes in one.shares or () if owner == at)
             self.received.add((one.part, one.owner))
         return {"gradients": one.gives - own}

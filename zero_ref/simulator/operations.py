@@ -86,11 +86,14 @@ class Operation(NamedTuple):
         >>> gradients = Operation("reduce", NETWORK, op="exchange", nbytes=30, shares=((0, 10), (2, 20)))
         >>> [tuple(call) for call in gradients.calls_of(0, world_size=3)]
         [('send', 20, 2), ('recv', 10, 1), ('recv', 10, 2)]
+        >>> every_other = gradients._replace(ranks=3, stride=2)         # peers are places in the group
+        >>> every_other.calls_of(1, world_size=6) == gradients.calls_of(0, world_size=3)
+        True
         """
         if not self.op:
             return []
-        if self.ranks is not None and self.stride == 1:  # calls name positions in the group
-            rank, world_size = rank % self.ranks, self.ranks
+        if self.ranks is not None:  # calls name positions in the group
+            rank, world_size = rank // self.stride % self.ranks, self.ranks
         if self.op != "exchange":
             return [Call(self.op, self.nbytes if self.passed is None else self.passed, self.owner)]
         shares = self.shares or ()
