@@ -1222,6 +1222,25 @@ def test_state_made_when_a_group_is_added_is_kept() -> None:
     )
 
 
+@pytest.mark.parametrize(("partition", "view"), TWO_MODES)
+def test_a_group_added_through_a_copy_of_the_attributes_is_named_on_all_ranks(
+    partition: Any, view: bool
+) -> None:
+    def on_rank(comm: Collectives) -> str:
+        params = [nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(4))]
+        optimizer = ZeroRedundancyOptimizer(params[:1], optim.SGD, comm, view, partition=partition, lr=1.0)
+        copied = object.__new__(ZeroRedundancyOptimizer)  # as Lightning's Fabric makes its wrapper
+        copied.__dict__ = dict(vars(optimizer))
+        copied.add_param_group({"params": params[1:]})
+        for param in params:
+            param.grad = torch.ones_like(param)
+        with pytest.raises(RuntimeError, match="2 parameters and 1 are planned") as raised:
+            optimizer.step()
+        return str(raised.value)
+
+    assert all("optimizer.add_param_group" in message for message in virtual.run(on_rank, 2))
+
+
 def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was() -> None:
     def add(model: Any, optimizer: Optimizer) -> None:
         with pytest.raises(ValueError, match="more than one"):

@@ -34,8 +34,15 @@ def register_doctor(subparsers: Subparsers) -> None:
     parser.add_argument("--only", nargs="+", metavar="TRIAL", help="try these alone")
     parser.add_argument("--masters", action="store_true", help="16-bit parameters have 32-bit masters")
     parser.add_argument("--timeout", type=whole(1, 86400), default=30, metavar="SECONDS", help="of a trial")
+    parser.add_argument(
+        "--fresh", action="store_true",
+        help="start new processes for each trial, for a library that keeps process groups",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--junit", type=OutputFile, metavar="FILE", help="write JUnit's XML")
+    parser.add_argument(
+        "--picture", type=OutputFile, metavar="FILE.svg", help="draw where the first trial departs"
+    )
     parser.set_defaults(run=run_doctor)
 
 
@@ -56,6 +63,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         print("\n".join(map(printable, str(report).split("\n"))))
     if arguments.junit:
         write_text("--junit", arguments.junit, report.to_junit())
+    if arguments.picture and report.departures:
+        write_text("--picture", arguments.picture, report.departures[0].picture().svg())
     if not report.tried:
         raise CommandError("nothing could be tried: the report says why.")
     return 0 if report.healthy else 1
@@ -79,5 +88,5 @@ def plain_loop(arguments: argparse.Namespace, factory: Any, files: Any) -> dict[
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The other arguments of `diagnose`."""
-    names = ("steps", "seed", "backend", "without", "only", "masters", "timeout")
+    names = ("steps", "seed", "backend", "without", "only", "masters", "timeout", "fresh")
     return {name: getattr(arguments, name) for name in names} | {"ranks": tuple(arguments.ranks)}

@@ -48,6 +48,7 @@ def diagnose(
     masters: bool = False,
     backend: str | None = "gloo",
     timeout: float = 30.0,
+    fresh: bool = False,
     name: str | None = None,
 ) -> Report:
     """Hold a sharded optimizer, or a wrapper, against the plain loop: the first step that departs, and why.
@@ -78,6 +79,7 @@ def diagnose(
         masters: the plain optimizer steps 32-bit copies of 16-bit parameters.
         backend: of the process groups; None: as `zero_ref.lab.ranks.run` chooses.
         timeout: seconds for a trial, times `patience()`.
+        fresh: start new processes for each trial, for a library that keeps process groups between trials.
         name: of the program in the report; None: the factory's.
     Returns:
         A Report; its `check()` raises if the program is not healthy.
@@ -92,7 +94,7 @@ def diagnose(
         shape, optimizer = (Shape(), None) if own else shape_for(make, seed)
         trials = make_trials(steps, shape)
         case = Case(trials[0], factory, seed, own, batch, loss, added_options=added_options(optimizer))
-        doctor = _Doctor(case, make, tuple(ranks), masters, backend, timeout)
+        doctor = _Doctor(case, make, tuple(ranks), masters, backend, timeout, fresh)
         for trial in trials:
             if trial.name in without or (only is not None and trial.name not in only):
                 doctor.not_tried.append(NotTried(trial.name, "left out", tuple(ranks)))
@@ -211,9 +213,10 @@ class _Doctor:
         masters: bool,
         backend: str | None,
         timeout: float,
+        fresh: bool,
     ) -> None:
         self.case, self.make, self.ranks, self.masters = case, make, ranks, masters
-        self.backend, self.timeout, self.hangs = backend, timeout, 0
+        self.backend, self.timeout, self.fresh, self.hangs = backend, timeout, fresh, 0
         self.tried: list[tuple[str, int]] = []
         self.departures: list[Departure] = []
         self.raised: list[Raised] = []
@@ -275,6 +278,8 @@ class _Doctor:
             parts: list[Part] = []
             module: Any = None
             for call, size in calls:
+                if self.fresh:
+                    lab_ranks.shutdown()
                 with contextlib.redirect_stdout(self.printed), contextlib.redirect_stderr(self.printed):
                     outcomes = lab_ranks.run(
                         play_on_rank, size, call, timeout=self.timeout, backend=self.backend
@@ -303,6 +308,10 @@ class _Doctor:
         if where is not None:
             patient = Patient(case, model, self.make, ranks, self.masters, observed, expected, bounds, where)
             found = self.causes.of(patient)
+            values = observed[where.part].traces[0][0].tensors
+            numels = {name: value.numel() for name, value in values.items() if value is not None}
             self.departures.append(
-                Departure(case.trial.name, ranks[where.part], where.step, where.phase, where.places, found)
+                Departure(
+                    case.trial.name, ranks[where.part], where.step, where.phase, where.places, found, numels
+                )
             )

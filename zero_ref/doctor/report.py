@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from xml.etree import ElementTree
 
 from zero_ref.doctor.compare import Place
+from zero_ref.live.departures import Part, departures
+from zero_ref.live.svg import Drawing
 
 SHOWN_LINES = 24
 """Of the text of an error so many lines are shown, the last ones."""
@@ -25,6 +27,7 @@ class Departure:
         phase: the phase in which it begins: start, load, forward, backward, clip, step.
         places: the parameters, ranks and element ranges that depart there, the first parameter first.
         causes: those that give, within what reordered sums explain, what was observed. Empty: unknown.
+        numels: the elements of every parameter of the model, by its name.
     """
 
     trial: str
@@ -33,6 +36,14 @@ class Departure:
     phase: str
     places: tuple[Place, ...]
     causes: tuple[str, ...] = ()
+    numels: Mapping[str, int] = field(default_factory=dict)
+
+    def picture(self) -> Drawing:
+        """A row a parameter, a column a rank: which elements depart in this step and phase."""
+        numels = {**self.numels, **{place.parameter: place.numel for place in self.places}}
+        title = f"{self.trial}, {self.ranks} ranks: departs in step {self.step}, in {self.phase}"
+        parts = [Part(place.parameter, place.rank, place.start, place.stop) for place in self.places]
+        return departures(title, numels, self.ranks, parts)
 
     @property
     def parameter(self) -> str:

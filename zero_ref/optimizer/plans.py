@@ -99,6 +99,16 @@ def follow_parameters(zero: Zero) -> None:
 
     Raises, Collective, Cost: as `ZeroRedundancyOptimizer.current`.
     """
+    # 0. Lightning's Fabric wraps an optimizer in a copy of its attributes. Called there, `add_param_group`
+    # makes a plan for the wrapper, and this optimizer keeps the old one.
+    listed, planned = len(params_of(zero.param_groups)), len(zero.built.params)
+    if listed != planned:
+        raise RuntimeError(
+            f"the parameter groups list {listed} parameters and {planned} are planned: a group was added "
+            "through a wrapper that has a copy of this optimizer's attributes, such as that of Lightning's "
+            "Fabric. Add it to the optimizer itself: fabric_optimizer.optimizer.add_param_group(...)."
+        )
+
     # 1. New local tensors cannot replace views that the local optimizer keeps. Other ranks may have to learn
     # of this error, so it is raised in phase 2.
     keeps_views: RuntimeError | None = None

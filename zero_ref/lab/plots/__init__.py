@@ -51,6 +51,7 @@ from zero_ref.lab.plots._simulated import StepParts, memory_curve, step_parts, s
 from zero_ref.lab.plots._style import Picture, figure, panels, save
 from zero_ref.lab.plots._volume import memory_against_ranks, volume_against_ranks
 from zero_ref.lab.plots._wire import bytes_on_wire, time_against_bytes
+from zero_ref.live.departures import departures
 from zero_ref.live.lanes import stages_timeline, timeline
 from zero_ref.live.loads import balance_against_ranks, loads, loads_compared
 from zero_ref.live.memory import memory_items
@@ -68,6 +69,7 @@ __all__ = [
     "Picture",
     "Drawing",
     "shard_map",
+    "departures",
     "loads",
     "loads_compared",
     "loads_by_rule",
