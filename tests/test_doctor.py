@@ -241,6 +241,13 @@ def test_departures_with_the_same_cause_are_shown_once():
     assert "also departs for the same cause, in trials (on ranks): scheduler (2, 3)" in text
 
 
+def test_of_a_departure_without_a_cause_it_is_said_that_a_simpler_trial_departs():
+    found = departed()
+    text = str(report_with([found, replace(found, trial="clipping", causes=())]))
+    assert "departs here, cause unknown\n  the trial 'plain' departs too: mend that first" in text
+    assert "mend that first" not in str(report_with([replace(found, causes=())]))
+
+
 def test_json_has_what_the_text_has():
     found = departed()
     found = replace(found, places=(replace(found.places[0], ulps=float("inf")), *found.places[1:]))

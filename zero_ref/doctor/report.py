@@ -174,6 +174,8 @@ class Report:
             lines.append(f"equal to the plain loop: {', '.join(good)}")
         for same in grouped(self.departures):
             lines += ["", str(same[0]), *_also(same[1:])]
+            if not same[0].causes and any(one.trial == "plain" and one.causes for one in self.departures):
+                lines.append("  the trial 'plain' departs too: mend that first")
         for one in self.raised:
             lines += ["", str(one)]
         if self.not_tried:
