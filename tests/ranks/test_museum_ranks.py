@@ -39,8 +39,7 @@ def held(exhibit: Exhibit, report: Report) -> None:
     assert report.departures, str(report)
     departure = report.departures[0]
     assert departure.trial == exhibit.trial
-    # Where Adam hides a scale, the update shows it a step later than the gradients would.
-    assert departure.phase in (exhibit.phase, "step")
+    assert departure.phase == exhibit.phase
     assert not exhibit.cause or any(exhibit.cause in cause for cause in departure.causes), departure.causes
 
 
