@@ -232,6 +232,15 @@ def test_a_departure_without_a_known_cause_says_so():
     assert "departs here, cause unknown" in str(replace(departed(), causes=()))
 
 
+def test_departures_with_the_same_cause_are_shown_once():
+    found = departed()
+    text = str(
+        report_with([found, replace(found, trial="scheduler"), replace(found, trial="scheduler", ranks=3)])
+    )
+    assert text.count("likely cause") == 1
+    assert "also departs for the same cause, in trials (on ranks): scheduler (2, 3)" in text
+
+
 def test_json_has_what_the_text_has():
     found = departed()
     found = replace(found, places=(replace(found.places[0], ulps=float("inf")), *found.places[1:]))
@@ -274,9 +283,10 @@ def test_a_report_without_departures_is_healthy():
         ({"reference": make, "options": {"lr": 1.0}}, "options= belong to from_plain="),
         ({"reference": make, "ranks": (0,)}, r"ranks is \(0,\)"),
         ({"reference": make, "ranks": ()}, r"ranks is \(\)"),
-        ({"reference": make, "without": ["cliping"]}, "there is no trial 'cliping'. There are: plain, "),
+        ({"reference": make, "without": ["clip"]}, "there is no trial 'clip'. There are: plain, "),
         ({"reference": make, "steps": 2}, "steps is 2, and a trial needs at least 3"),
         ({"reference": make, "batch": make}, "leave batch= out"),
+        ({"reference": lambda model: (make(model), model)}, "gave a tuple: return its optimizer"),
         ({"from_plain": torch.optim.SGD, "options": {"lr": -1.0}}, "the plain optimizer cannot be made"),
     ],
 )

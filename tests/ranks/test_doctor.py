@@ -2,6 +2,7 @@
 
 import functools
 import time
+import warnings
 
 import planted
 import pytest
@@ -210,6 +211,30 @@ def test_a_refusal_of_all_ranks_is_not_tried():
     assert report.healthy
     reasons = {one.trial: one.reason for one in report.not_tried}
     assert reasons["clipping"] == "all ranks refuse it: ValueError: this optimizer does not clip"
+
+
+class Warns(planted.Hooked):
+    def clip(self, max_norm):
+        warnings.warn("clipping is old", stacklevel=1)
+        super().clip(max_norm)
+
+
+class OnlyFloat32(torch.optim.AdamW):
+    def step(self, closure=None):
+        if any(param.dtype != torch.float32 for group in self.param_groups for param in group["params"]):
+            raise ValueError("only float32")
+        return super().step(closure)
+
+
+def test_a_warning_is_no_finding():
+    assert examined(Warns, ranks=(2,), only=["clipping"]).tried == (("clipping", 2),)
+
+
+def test_a_trial_that_the_plain_loop_cannot_play_is_not_tried():
+    report = examined(planted.Hooked, from_plain=OnlyFloat32, ranks=(2,), only=["plain", "mixed dtypes"])
+    assert report.tried == (("plain", 2),)
+    reasons = {one.trial: one.reason for one in report.not_tried}
+    assert reasons["mixed dtypes"] == "the plain loop itself raises ValueError: only float32"
 
 
 def test_what_a_program_cannot_do_is_not_tried():

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from zero_ref.doctor import (
+    mistakes_of_accumulation,
     mistakes_of_clipping,
     mistakes_of_gradients,
     mistakes_of_state,
+    mistakes_of_unused,
     mistakes_of_updates,
 )
 from zero_ref.doctor.compare import differing
@@ -25,6 +27,8 @@ from zero_ref.doctor.trace import Snapshot
 
 MISTAKES: tuple[type[Mistake], ...] = (
     *mistakes_of_gradients.MISTAKES,
+    *mistakes_of_accumulation.MISTAKES,
+    *mistakes_of_unused.MISTAKES,
     *mistakes_of_clipping.MISTAKES,
     *mistakes_of_updates.MISTAKES,
     *mistakes_of_state.MISTAKES,

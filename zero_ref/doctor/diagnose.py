@@ -151,6 +151,10 @@ def shape_for(make: Make, seed: int) -> tuple[Shape, Any]:
         except (TypeError, ValueError) as error:
             problem = problem or error
             continue
+        if not all(hasattr(optimizer, name) for name in ("step", "state", "param_groups")):
+            raise ValueError(
+                f"the plain loop's factory gave a {type(optimizer).__name__}: return its optimizer."
+            )
         eps = getattr(optimizer, "defaults", {}).get("eps")
         return replace(shape, quiet=quiet_scale(eps if isinstance(eps, float) else None)), optimizer
     raise ValueError(f"the plain optimizer cannot be made: {type(problem).__name__}: {problem}") from problem
@@ -251,9 +255,14 @@ class _Doctor:
         if isinstance(played, Refused):
             self.not_tried.append(NotTried(trial.name, played.reason, (number,)))
             return
-        self.tried.append((trial.name, number))
         parts, model = played
-        self.compare(case, model, (number, second), parts)
+        try:
+            self.compare(case, model, (number, second), parts)
+        except Exception as error:
+            reason = f"the plain loop itself raises {type(error).__name__}: {error}"
+            self.not_tried.append(NotTried(trial.name, reason, (number,)))
+        else:
+            self.tried.append((trial.name, number))
 
     def play(self, case: Case, number: int, second: int) -> Refused | tuple[list[Part], nn.Module]:
         """The program on real ranks: what they noted, and the model that they began with."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from xml.etree import ElementTree
@@ -160,7 +161,10 @@ class Report:
         good = [name for name in names if name not in bad]
         if good:
             lines.append(f"equal to the plain loop: {', '.join(good)}")
-        lines += ["", *map(str, found)] if found else []
+        for same in grouped(self.departures):
+            lines += ["", str(same[0]), *_also(same[1:])]
+        for one in self.raised:
+            lines += ["", str(one)]
         if self.not_tried:
             by_reason: dict[str, list[str]] = {}
             for left in self.not_tried:
@@ -196,6 +200,26 @@ class Report:
         suite.set("skipped", str(counts["skipped"]))
         ElementTree.indent(suite)
         return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def grouped(departures: Sequence[Departure]) -> list[list[Departure]]:
+    """Departures that have the same causes, together; the first of each is the one to be read."""
+    by_causes: dict[tuple[str, ...], list[Departure]] = {}
+    for one in departures:
+        by_causes.setdefault(one.causes, []).append(one)
+    return list(by_causes.values())
+
+
+def _also(departures: Sequence[Departure]) -> list[str]:
+    """A line with the trials that depart for the same reason."""
+    of_trial: dict[str, list[str]] = {}
+    for one in departures:
+        of_trial.setdefault(one.trial, []).append(str(one.ranks))
+    if not of_trial:
+        return []
+    why = "for the same cause" if departures[0].causes else "for no known cause"
+    trials = ", ".join(f"{trial} ({', '.join(ranks)})" for trial, ranks in of_trial.items())
+    return [f"  also departs {why}, in trials (on ranks): {trials}"]
 
 
 def _case(suite: ElementTree.Element, name: str, test: str) -> ElementTree.Element:
