@@ -28,7 +28,14 @@ GIVEN = {
 """What chapters give to their readers or pass to answers, by module of the course. Of each module there is
 that and what it uses."""
 
-WITHOUT_EFFECT = ("__init__", "predict", "rungs")
+WITHOUT_EFFECT = (
+    "__init__",
+    "predict",
+    "rungs",
+    "gallery/__init__",
+    "gallery/right",
+    "gallery/training",
+)
 """Modules of the course whose functions do nothing in an answer's process: checks are made elsewhere."""
 
 SILENT = """
@@ -75,6 +82,7 @@ def write_course(folder: Path) -> None:
     ours = Path(__file__).parent
     course = folder / ours.name
     shutil.copytree(ours / "apart", course / "apart", ignore=shutil.ignore_patterns("__pycache__"))
+    (course / "gallery").mkdir()
     for name in WITHOUT_EFFECT:
         (course / f"{name}.py").write_text(SILENT, encoding="utf-8")
     for name, given in GIVEN.items():

@@ -42,9 +42,7 @@ def causes(answer: Answer) -> str:
     for what, values in OBSERVED:
         right = _causes(torch.tensor(values), torch.tensor(PLAIN), alternatives)
         theirs = answer(torch.tensor(values), torch.tensor(PLAIN), dict(alternatives), BOUND)
-        assert isinstance(theirs, list), (
-            f"{answer.name} returned {shown(theirs)}; it returns a list of names."
-        )
+        assert isinstance(theirs, list), f"{answer.name} returned {shown(theirs)}, and not a list of names."
         assert theirs == right, f"given {what}, {answer.name} returned {theirs}, and right is {right}. " + (
             _about(theirs, right, values)
         )
@@ -86,7 +84,9 @@ ALIKE = (
 
 @exercise("museum.healthy_step", seconds=10.0, may_return_none=True, on_ranks=True)
 def healthy_step(answer: Answer) -> str:
-    """On virtual ranks first, which hear of each other; then the doctor holds it against SGD on two real ones."""
+    """On virtual ranks first, which hear of each other; then the doctor holds it against SGD on two real
+    ones.
+    """
     _rehearse(answer)
     report = diagnose(
         Answered(answer),
@@ -106,7 +106,9 @@ OWNERS = [1, 0, 0]
 
 
 def _rehearse(answer: Answer) -> None:
-    """Three parameters on two ranks: both have a gradient of the first, one of the second, none of the third."""
+    """Three parameters on two ranks: both have a gradient of the first, one of the second, none of the
+    third.
+    """
     params = [torch.full((2,), 8.0) for _ in range(3)]
     gradients: list[list[torch.Tensor | None]] = [
         [torch.full((2,), 2.0), None, None],
@@ -129,14 +131,14 @@ def _rehearse(answer: Answer) -> None:
         for number, (value, mean) in enumerate(zip(values, (3.0, 3.0, 0.0))):
             right = 8.0 - LR * mean
             assert (value == right).all(), (
-                f"with {given}, rank {rank} has {value.tolist()} in parameter {number} after the step, and right "
-                f"is {right}: {_what(value, number, mean)}"
+                f"with {given}, rank {rank} has {value.tolist()} in parameter {number} after the step, and "
+                f"right is {right}: {_what(value, number, mean)}"
             )
         kept = {number for number, moment in enumerate(momenta) if moment.any()}
         mine = {number for number, owner in enumerate(OWNERS) if owner == rank}
         assert kept <= mine, (
-            f"rank {rank} keeps momenta of the parameters {sorted(kept)}, and owns {sorted(mine)}. Only the owner "
-            "of a parameter keeps its state."
+            f"rank {rank} keeps momenta of the parameters {sorted(kept)}, and owns {sorted(mine)}. Only "
+            "the owner of a parameter keeps its state."
         )
 
 

@@ -56,9 +56,7 @@ class Wrapped(Program):
     """Right: DistributedDataParallel and a plain AdamW."""
 
     def __init__(self, model: nn.Module, broadcast_buffers: bool = True) -> None:
-        ddp = DistributedDataParallel(
-            model, find_unused_parameters=True, broadcast_buffers=broadcast_buffers
-        )
+        ddp = DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=broadcast_buffers)
         super().__init__(torch.optim.AdamW(model.parameters(), lr=LR), model, ddp)
 
 
