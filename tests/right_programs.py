@@ -139,7 +139,8 @@ RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "two groups": (groups, {"reference": plain_by_kind}),
     "state on the CPU": (partial(ours, state_device="cpu"), ADAMW),
     "stair owners": (partial(Stair, owners), without(*OF_STAIRS)),
-    "stair buckets": (partial(Stair, buckets), without(*OF_STAIRS)),
+    # One flat tensor has one dtype: that stair says so.
+    "stair buckets": (partial(Stair, buckets), without(*OF_STAIRS, "mixed dtypes")),
     "the museum's": (Sharded, ADAMW),
     "a gradient buffer": (Buffered, ADAMW),
     "copies of gradients": (ThroughCopies, ADAMW),

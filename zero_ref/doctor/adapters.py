@@ -71,6 +71,7 @@ class FairScale(Program):
 
     cannot: ClassVar[dict[str, str]] = {
         "unused parameters": "ShardedDataParallel waits for the gradients of all parameters",
+        "unused on a rank": "ShardedDataParallel waits for the gradients of all parameters",
         "group added": "ShardedDataParallel reduces the gradients of the model that it was made with",
     }
 

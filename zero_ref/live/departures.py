@@ -90,8 +90,8 @@ def _fitting(name: str, width: float) -> str:
     >>> _fitting("blocks.30.attention.query.weight", 100)
     'blocks…weight'
     """
-    most = int(width / text_width("m"))
-    if len(name) <= most:
+    if text_width(name) <= width:
         return name
+    most = int(width / text_width("m"))
     begins = max(1, (most - 1) // 2)
     return f"{name[:begins]}…{name[begins - most + 1 :]}"
