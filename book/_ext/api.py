@@ -70,6 +70,8 @@ CHAPTER_OF = {
     "zero_ref.consolidation_callback": 10,
     "zero_ref.AveragingSchedule": 17,
     "zero_ref.doctor": None,
+    "zero_ref.doctor.adapters": None,
+    "zero_ref.doctor.compare": None,
     "zero_ref.ModelAverager": 17,
     "zero_ref.PeriodicModelAverager": 17,
     "zero_ref.HierarchicalModelAverager": 17,

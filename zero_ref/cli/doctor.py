@@ -1,4 +1,4 @@
-"""`zero-ref doctor`: somebody's sharded optimizer on real ranks, held against the plain loop."""
+"""`zero-ref doctor` runs a sharded optimizer on real ranks and compares it with the plain loop."""
 
 from __future__ import annotations
 
@@ -13,35 +13,68 @@ def register_doctor(subparsers: Subparsers) -> None:
     """Add `zero-ref doctor`."""
     parser = subparsers.add_parser(
         "doctor",
-        help="hold a sharded optimizer of your own against the plain loop, on real ranks",
-        description="Run a factory's optimizer on real ranks, and say the first step, parameter, rank and "
-        "range that departs from the plain loop, and the likely cause. Ends with code 0 if nothing departs, "
-        "1 if something does, 2 if it could not be tried. The file is run with your rights.",
+        help="compare a sharded optimizer of your own with the plain loop, on real ranks",
+        usage="zero-ref doctor FILE.py:FACTORY (--reference NAME | --from-plain CLASS) [option ...]",
+        description="Run a factory's optimizer on real ranks, and compare it with the plain loop: one "
+        "process with the data of all ranks. Say the first step, parameter, rank and range that departs, and "
+        "the likely cause. Ends with code 0 if nothing departs, 1 if something departs or the program raises "
+        "or hangs, 2 if nothing could be tried. The file is run with your rights.",
+        epilog="book/doctor.md has the names of the trials, and so has the error about an unknown name.",
     )
     parser.add_argument(
         "factory", metavar="FILE.py:FACTORY", help="a function that takes a model, and returns the "
         "optimizer, (optimizer, wrapper), or a doctor.Program"
     )  # fmt: skip
-    parser.add_argument("--ranks", type=rank_processes, nargs="+", default=[2, 3], metavar="N")
-    parser.add_argument("--steps", type=whole(3, 1000), default=5, metavar="N", help="default: %(default)s")
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of values and data")
-    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="default: %(default)s")
+    parser.add_argument(
+        "--ranks", type=rank_processes, nargs="+", default=[2, 3], metavar="N",
+        help="numbers of ranks; every trial is played on each (default: 2 3)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps", type=whole(3, 1000), default=5, metavar="N",
+        help="steps of each trial, 3 or more (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=seed, default=0, metavar="N",
+        help="of the model's values and the data (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backend", choices=["gloo", "nccl"], default="gloo",
+        help="of the process groups (default: %(default)s)",
+    )  # fmt: skip
     plain = parser.add_mutually_exclusive_group()
-    plain.add_argument("--reference", metavar="NAME", help="the plain optimizer's factory, in the same file")
-    plain.add_argument("--from-plain", metavar="CLASS", help="the plain optimizer, such as torch.optim.AdamW")
-    parser.add_argument("--options", nargs="+", default=[], metavar="NAME=VALUE", help="of --from-plain")
-    parser.add_argument("--without", nargs="+", default=[], metavar="TRIAL", help="leave these out")
-    parser.add_argument("--only", nargs="+", metavar="TRIAL", help="try these alone")
-    parser.add_argument("--masters", action="store_true", help="16-bit parameters have 32-bit masters")
-    parser.add_argument("--timeout", type=whole(1, 86400), default=30, metavar="SECONDS", help="of a trial")
+    plain.add_argument(
+        "--reference", metavar="NAME", help="a factory in the same file that gives the plain optimizer"
+    )
+    plain.add_argument(
+        "--from-plain", metavar="CLASS", help="the plain optimizer's class, such as torch.optim.AdamW"
+    )
+    parser.add_argument(
+        "--options",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="for the class of --from-plain, such as lr=0.05",
+    )
+    parser.add_argument("--without", nargs="+", default=[], metavar="TRIAL", help="leave out these trials")
+    parser.add_argument("--only", nargs="+", metavar="TRIAL", help="try only these trials")
+    parser.add_argument(
+        "--masters", action="store_true", help="the plain optimizer steps 32-bit copies of 16-bit parameters"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=whole(1, 86400),
+        default=30,
+        metavar="SECONDS",
+        help="for each trial (default: %(default)s)",
+    )
     parser.add_argument(
         "--fresh", action="store_true",
         help="start new processes for each trial, for a library that keeps process groups",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--junit", type=OutputFile, metavar="FILE", help="write JUnit's XML")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--junit", type=OutputFile, metavar="FILE", help="write the report as JUnit's XML")
     parser.add_argument(
-        "--picture", type=OutputFile, metavar="FILE.svg", help="draw where the first trial departs"
+        "--picture", type=OutputFile, metavar="FILE.svg", help="draw the first departure, if there is one"
     )
     parser.set_defaults(run=run_doctor)
 

@@ -1,4 +1,4 @@
-"""The doctor: a program on real ranks, held against the plain loop, trial by trial."""
+"""`diagnose` runs a program on real ranks and compares it with the plain loop, trial by trial."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from zero_ref.lab import ranks as lab_ranks
 NOISY_RUNS = 6
 """Runs of the plain loop with noise, from which the bound is taken (`compare.SAFETY` says how)."""
 MOST_HANGS = 2
-"""After so many trials that hung, the rest is not tried: each waits for the whole time-out."""
+"""Trials that may hang before the rest is not tried. Each of them waits for the whole time-out."""
 PRINTED_LINES = 20
-"""Of what ranks printed in a trial that raised, so many lines are in the report."""
+"""The report has this many lines, the last ones, of what ranks printed in a trial that raised."""
 
 
 def diagnose(
@@ -51,10 +51,11 @@ def diagnose(
     fresh: bool = False,
     name: str | None = None,
 ) -> Report:
-    """Hold a sharded optimizer, or a wrapper, against the plain loop: the first step that departs, and why.
+    """Compare a sharded optimizer, or a wrapper, with the plain loop: where it first departs, and why.
 
-    The program runs on real ranks with different data on each; the plain loop runs here, with the data of
-    all ranks. Each thing that training does is a trial of its own (`TRIALS` has their names).
+    The program runs on real ranks with different data on each. The plain loop runs in this process with the
+    data of all ranks, and shards nothing. Each thing that training does is a trial of its own;
+    `zero_ref.doctor.TRIALS` has their names.
 
     >>> def sharded(model):
     ...     ddp = DistributedDataParallel(model)
@@ -63,29 +64,32 @@ def diagnose(
     >>> report.check()  # doctest: +SKIP
 
     Args:
-        factory: called on each rank, in a process group. It takes the doctor's model and returns the
-            optimizer, (optimizer, wrapper) or a `Program`; of an optimizer alone the doctor averages the
-            gradients. Or it takes nothing and returns (model, optimizer) or (model, optimizer, wrapper) of
-            its own; then `batch` and `loss` are needed.
+        factory: makes the program; called on each rank, in a process group. It takes the doctor's model and
+            returns the optimizer, (optimizer, wrapper) or a `Program`; if it returns the optimizer alone, the
+            doctor averages the gradients. Or it takes nothing and returns (model, optimizer) or (model,
+            optimizer, wrapper) of its own; then `batch` and `loss` are needed.
         from_plain: the class of the plain optimizer, made as `from_plain(model.parameters(), **options)`.
-        reference: in place of it, a function that takes the plain model and returns its optimizer.
-        ranks: numbers of ranks to try.
-        steps: of each trial, 3 or more.
-        seed: of values and data.
+            Give either this or `reference`.
+        options: the keyword arguments of `from_plain`.
+        reference: a function that takes the plain loop's model and returns its optimizer.
+        ranks: numbers of ranks; every trial is played on each of them.
+        steps: the number of steps of each trial, 3 or more.
+        seed: of the model's values and of the data.
         without: names of trials to leave out.
         only: names of the trials to play; None: all.
-        batch: of (rank, number), a batch of the program's own model; the same each time it is asked.
-        loss: of (wrapper or model, batch), the loss.
-        masters: the plain optimizer steps 32-bit copies of 16-bit parameters.
-        backend: of the process groups; None: as `zero_ref.lab.ranks.run` chooses.
-        timeout: seconds for a trial, times `patience()`.
-        fresh: start new processes for each trial, for a library that keeps process groups between trials.
-        name: of the program in the report; None: the factory's.
+        batch: called with (rank, number), returns a batch for the program's own model: always the same one
+            for the same arguments, and another one on another rank.
+        loss: called with (wrapper or model, batch), returns the loss.
+        masters: whether the plain optimizer steps 32-bit copies of 16-bit parameters.
+        backend: of the process groups, "gloo" or "nccl"; None: as `zero_ref.lab.ranks.run` chooses.
+        timeout: seconds for a trial, times `zero_ref.lab.patience.patience()`.
+        fresh: whether each trial starts new processes, for a library that keeps its process groups.
+        name: the program's name in the report; None: the factory's.
     Returns:
         A Report; its `check()` raises if the program is not healthy.
     Raises:
-        ValueError, TypeError: an argument is wrong, or no plain loop can be made of it.
-    Cost: seconds to start the ranks, then tenths of a second a trial; to explain a departure takes seconds.
+        ValueError: an argument is wrong, or the plain optimizer cannot be made of it.
+    Cost: seconds to start the ranks, then tenths of a second for a trial, and seconds to explain a departure.
     """
     make = plain_maker(from_plain, options, reference)
     own = not takes_model(factory)
@@ -141,7 +145,8 @@ def plain_maker(
 
 
 def shape_for(make: Make, seed: int) -> tuple[Shape, Any]:
-    """The doctor's model, without biases if the plain optimizer takes only matrices; and its optimizer.
+    """The shape of the doctor's model, and a plain optimizer of it. If the optimizer takes only matrices, the
+    model has no biases.
 
     Raises:
         ValueError: the plain optimizer cannot be made.
@@ -185,7 +190,7 @@ def _check(
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """The ranks compute with one thread, and so does the plain loop."""
+    """A context in which torch computes with one thread, as it does on the ranks."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -195,7 +200,7 @@ def one_thread() -> Iterator[None]:
 
 
 def is_refusal(error: lab_ranks.RankError, number: int) -> bool:
-    """Whether all ranks raised the same error by a raise statement, but for the numbers in its text."""
+    """Whether all ranks raised the same error by a `raise` statement; numbers in its text may differ."""
     if BY_RAISE not in str(error):
         return False
     begin = re.sub(r"\d+", "", f"raised {error.summary}".split("\n")[0])[:60]
@@ -203,7 +208,7 @@ def is_refusal(error: lab_ranks.RankError, number: int) -> bool:
 
 
 class _Doctor:
-    """What is the same for all trials, and what was found."""
+    """The settings that all trials share, and what was found so far."""
 
     def __init__(
         self,
@@ -224,13 +229,13 @@ class _Doctor:
         self.causes = Causes()
 
     def other(self, number: int) -> int:
-        """The number of ranks on which a save is loaded: the next that is tried, or one more."""
+        """The number of ranks on which "another world size" loads: the next in `ranks`, or one more."""
         place = self.ranks.index(number)
         after = self.ranks[(place + 1) % len(self.ranks)]
         return after if after != number else number + 1
 
     def examine(self, trial: Trial, number: int) -> None:
-        """One trial on one number of ranks."""
+        """Play one trial on `number` ranks, and keep what it shows."""
         if trial.name != "plain" and any(one.trial == "plain" and one.ranks == number for one in self.raised):
             self.not_tried.append(NotTried(trial.name, "the trial 'plain' raised", (number,)))
             return
@@ -268,7 +273,12 @@ class _Doctor:
             self.tried.append((trial.name, number))
 
     def play(self, case: Case, number: int, second: int) -> Refused | tuple[list[Part], nn.Module]:
-        """The program on real ranks: what they noted, and the model that they began with."""
+        """Run the program on real ranks.
+
+        Returns:
+            What the ranks noted, before and after a save, and the model as it was at first. Refused: the
+            program cannot do the trial.
+        """
         reloads = next((step.number for step in case.trial.steps if step.reloads), 0)
         with tempfile.TemporaryDirectory(prefix="zero_ref-doctor-") as folder:
             case = replace(case, folder=folder)
@@ -295,7 +305,7 @@ class _Doctor:
         return parts, module if case.own else Model(case.trial.shape, case.seed)
 
     def compare(self, case: Case, model: nn.Module, ranks: tuple[int, int], observed: list[Part]) -> None:
-        """Hold what ranks noted against the plain loop, and explain what departs."""
+        """Compare what the ranks noted with the plain loop, and explain what departs."""
 
         def loop(noise: Noise | None = None) -> list[Part]:
             return PlainLoop(case, model, self.make, ranks, masters=self.masters, noise=noise).play()

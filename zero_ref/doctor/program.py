@@ -1,8 +1,9 @@
-"""What the doctor asks of a program under test: a `Program` is one rank's model, wrapper and optimizer.
+"""A `Program` is one rank's model, wrapper and optimizer, with the methods by which the doctor drives them.
 
 The methods of `Program` suit modules, DistributedDataParallel and whatever has the interface of a
-torch.optim.Optimizer. An adapter for another library overrides what differs there. What a program cannot do
-raises `NotSupportedError`, on all ranks alike, and the report says so.
+torch.optim.Optimizer. An adapter for another library is a subclass that overrides what differs there. A
+method that a program cannot carry out raises `NotSupportedError` on all ranks; then the report lists the
+trial as not tried.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from zero_ref.clip import grad_norm
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""Of what is called (the wrapper, or the model) and a batch."""
+"""Gives the loss. Its arguments are the wrapper (or the model, without a wrapper) and a batch."""
 
 
 class NotSupportedError(Exception):
@@ -31,17 +32,29 @@ class NotSupportedError(Exception):
 class Program:
     """One rank's part of a training program, as the doctor drives it.
 
+    A factory returns one for a program that is not driven like a torch optimizer. Override the methods that
+    differ; here the wrapper scales the loss before backward:
+
+    >>> class Scaled(Program):
+    ...     def backward(self, loss):
+    ...         self.wrapper.scaled(loss).backward()
+    >>> def sharded(model):
+    ...     return Scaled(torch.optim.AdamW(model.parameters(), lr=0.05), model, Wrapper(model))
+
     Args:
-        optimizer: has `step()`, `zero_grad()` and `param_groups`.
-        model: the module itself, whose parameters are compared. None: `optimizer` alone was given, and the
-            doctor's model is filled in.
-        wrapper: what is called in place of the model, such as DistributedDataParallel(model).
-        averaged_by: who averages gradients over the ranks: "program", its wrapper, hooks or step; "doctor"
-            averages them by all_reduce after backward, for an optimizer that expects averages.
-        loss: of the wrapper and a batch; None: the wrapper, called with the batch, gives the loss.
+        optimizer: has `step()`. With `zero_grad()`, `param_groups`, `add_param_group()` and `state_dict()`,
+            more trials can be tried.
+        model: the module itself, whose parameters are compared with the plain loop's.
+        wrapper: is called in place of the model, such as DistributedDataParallel(model). None: the model is
+            called.
+        averaged_by: who averages gradients over the ranks. "program": its wrapper, hooks or step. "doctor":
+            `end_of_backward` does by all_reduce, for an optimizer that expects averaged gradients.
+        loss: gives the loss of the wrapper and a batch. None: the wrapper, called with the batch, returns the
+            loss.
     Attributes:
-        cannot: trial names and the reason why this kind of program cannot do them.
-        added: modules whose parameters were added as groups; they are called beside the wrapper.
+        cannot: the trials that this kind of program cannot do: the reason by the trial's name.
+        added: the layer that `add_group` was given, as "layer"; empty before. `loss` calls it beside the
+            wrapper.
     """
 
     cannot: ClassVar[dict[str, str]] = {}
@@ -65,7 +78,7 @@ class Program:
     # ------------------------------------------------------------------------------ what it cannot do
 
     def refuses(self, trial: str) -> str | None:
-        """Why a trial cannot be tried with this program; None if it can."""
+        """The reason why a trial, given by its name, cannot be tried with this program; None if it can."""
         if trial in ("unused parameters", "unused on a rank") and self._needs_all_gradients():
             return "DistributedDataParallel was made without find_unused_parameters=True"
         if trial == "unused on a rank" and hasattr(self.wrapper, "set_requires_gradient_sync"):
@@ -81,7 +94,12 @@ class Program:
     # ---------------------------------------------------------------------------- forward and backward
 
     def loss(self, batch: Any, of_added: Any = None) -> torch.Tensor:
-        """The loss of this rank's batch, and of the added layer's batch if there is one."""
+        """The loss of this rank's batch, plus that of the added layer if there is one.
+
+        Args:
+            batch: of the model.
+            of_added: (inputs, targets) of the added layer; None: no layer was added.
+        """
         loss = self.wrapper(batch) if self.loss_of is None else self.loss_of(self.wrapper, batch)
         if of_added is None:
             return loss
@@ -89,12 +107,12 @@ class Program:
         return loss + (self.added["layer"](inputs) * targets).sum()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The gradients of one micro-batch, added to those that are there."""
+        """Compute the gradients of one micro-batch, and add them to those that are there."""
         loss.backward()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around forward and backward of every micro-batch of a step but the last."""
+        """A context in which gradients are not averaged: around each micro-batch of a step but the last."""
         if hasattr(self.wrapper, "no_sync"):
             with self.wrapper.no_sync():
                 yield
@@ -106,7 +124,9 @@ class Program:
             yield
 
     def end_of_backward(self) -> None:
-        """After the last micro-batch of a step: average what nobody else does.
+        """Called after the last backward of a step: average the gradients that nothing else averages.
+
+        These are those of the added layer, and with `averaged_by="doctor"` all.
 
         Collective: all ranks.
         """
@@ -114,14 +134,19 @@ class Program:
         average([*of_model, *self.added.parameters()])
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """What is known of each parameter's gradient on this rank, whole; None where there is none."""
+        """Each parameter's gradient on this rank by its name, whole; None where `.grad` is None.
+
+        A name may be left out: then nothing is known of that gradient, and the doctor does not look at it.
+
+        Collective: all ranks, where gradients are DTensors.
+        """
         named = [*self.model.named_parameters(), *self.named_added()]
         return {name: None if param.grad is None else whole(param.grad) for name, param in named}
 
     # ------------------------------------------------------------------------------------------ the step
 
     def clip(self, max_norm: float) -> None:
-        """Scale the gradients so that the norm of all of them is at most this."""
+        """Scale the gradients so that the norm of all of them together is at most `max_norm`."""
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
             grad_norm.clip_grad_norm_(self.optimizer, max_norm)
             return
@@ -133,19 +158,19 @@ class Program:
         nn.utils.clip_grad_norm_([*self.model.parameters(), *self.added.parameters()], max_norm)
 
     def skips(self, is_nan: bool) -> bool:
-        """Whether this rank makes no step. A program that decides it by itself overrides this.
+        """Whether this rank leaves out the step. A program that decides this by itself overrides the method.
 
         Args:
-            is_nan: the loss of some rank is NaN, which the plain loop skips.
+            is_nan: whether the loss of some rank is NaN; the plain loop leaves out such a step.
         """
         return is_nan
 
     def step(self) -> None:
-        """The update, after which `values` gives the new values on every rank."""
+        """Update the parameters. Afterwards `values` gives the new values on every rank."""
         self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """All gradients become None, or 0."""
+        """Set all gradients to None, or to 0 if `set_to_none` is false."""
         if hasattr(self.optimizer, "zero_grad"):
             self.optimizer.zero_grad(set_to_none=set_to_none)
             return
@@ -153,7 +178,7 @@ class Program:
             param.grad = None if set_to_none or param.grad is None else torch.zeros_like(param.grad)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Every parameter by its name, whole, as this rank has it.
+        """Every parameter by its name, whole, with the values that this rank has.
 
         Collective: all ranks, where parameters are sharded.
         """
@@ -163,7 +188,7 @@ class Program:
         return {name: whole(param) for name, param in named}
 
     def named_added(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that were added, by name."""
+        """The parameters of the added layer, with names such as "added.layer.weight"."""
         return [(f"added.{name}", param) for name, param in self.added.named_parameters()]
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -173,7 +198,7 @@ class Program:
     # -------------------------------------------------------------------------------- what comes between
 
     def set_lr_factor(self, factor: float) -> None:
-        """The scheduler: every group's learning rate becomes this factor times what it was at first."""
+        """Do what a scheduler does: set every group's learning rate to `factor` times its first one."""
         groups = getattr(self.optimizer, "param_groups", None)
         if groups is None:
             raise NotSupportedError(
@@ -184,14 +209,14 @@ class Program:
             group["lr"] = lr * factor
 
     def add_group(self, layer: nn.Module, **options: Any) -> None:
-        """Train this layer too, in a group of its own with these options."""
+        """Train this layer too, in a parameter group of its own with these options."""
         if not hasattr(self.optimizer, "add_param_group"):
             raise NotSupportedError(f"{type(self.optimizer).__name__} has no add_param_group")
         self.added["layer"] = layer
         self.optimizer.add_param_group({"params": list(layer.parameters()), **options})
 
     def freeze(self, layer: nn.Module, frozen: bool) -> None:
-        """Stop training a layer of the model, or go on."""
+        """Stop training a layer of the model, or train it again if `frozen` is false."""
         if self._needs_all_gradients():
             raise NotSupportedError("DistributedDataParallel was made without find_unused_parameters=True")
         layer.requires_grad_(not frozen)
@@ -202,7 +227,7 @@ class Program:
     # ----------------------------------------------------------------------------------- save and load
 
     def save(self, folder: Path) -> None:
-        """Write values and optimizer state into this empty folder.
+        """Write the parameters, the buffers and the optimizer state into this empty folder.
 
         Collective: all ranks.
         """
@@ -224,7 +249,7 @@ class Program:
             torch.save(saved, folder / f"{rank}.pt")
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, perhaps on another number of ranks, into new objects.
+        """Read what `save` wrote, perhaps on another number of ranks. This program is newly made.
 
         Collective: all ranks.
         """
@@ -241,7 +266,7 @@ class Program:
         self.optimizer.load_state_dict(self.distributed(saved["optimizer"]))
 
     def distributed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state with tensors cut as this rank's parameters are, if these are DTensors."""
+        """A state dict of whole tensors; the state of parameters that are DTensors is sharded like them."""
         numbered = [param for group in self.optimizer.param_groups for param in group["params"]]
         if not any(hasattr(param, "full_tensor") for param in numbered):
             return state_dict
@@ -253,7 +278,7 @@ class Program:
 
     @torch.no_grad()
     def set_values(self, values: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
-        """Give the model values that were saved."""
+        """Copy saved parameters and buffers, given by name, into the model."""
         for name, param in self.model.named_parameters():
             param.copy_(as_like(values[name], param))
         for name, buffer in self.model.named_buffers():
@@ -261,7 +286,7 @@ class Program:
 
 
 def average(params: list[nn.Parameter]) -> None:
-    """Replace gradients by their mean over the ranks; a rank without one counts as 0.
+    """Replace gradients by their mean over the ranks. A rank without a gradient counts as one with 0.
 
     Collective: all ranks, with the same parameters.
     """
@@ -285,7 +310,7 @@ def is_whole(state_dict: Any, optimizer: Any) -> bool:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same containers, with each tensor changed."""
+    """A copy of nested dicts and lists in which `change` was applied to each tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -296,7 +321,10 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def as_like(value: Any, param: Any) -> Any:
-    """A whole tensor as a DTensor that is cut as the parameter is, if that is one and of the same shape."""
+    """A whole tensor as a DTensor that is sharded like `param`, if that is a DTensor of the same shape.
+
+    Otherwise `value` itself.
+    """
     if not hasattr(param, "full_tensor") or getattr(value, "shape", None) != param.shape:
         return value
     from torch.distributed.tensor import distribute_tensor  # takes a second to import
@@ -305,7 +333,7 @@ def as_like(value: Any, param: Any) -> Any:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the whole tensor; of a DTensor all ranks' parts together."""
+    """A copy of the whole tensor. Collective: all ranks, if it is a DTensor, whose parts are gathered."""
     full = getattr(tensor, "full_tensor", None)
     return (full() if callable(full) else tensor).detach().clone()
 
@@ -314,9 +342,11 @@ def as_program(returned: Any, model: nn.Module | None, loss: Loss | None) -> Pro
     """What a factory returned, as a Program.
 
     Args:
-        model: the doctor's; None if the factory has a model of its own.
+        model: the doctor's; None if the factory makes a model of its own.
+        loss: gives the loss of the wrapper and a batch; None: the wrapper does when called.
     Raises:
-        TypeError: it is neither an optimizer, nor a tuple of one with a wrapper, nor a Program.
+        TypeError: the factory returned something else than an optimizer, a tuple of an optimizer and
+            modules, or a Program.
     """
     if isinstance(returned, Program):
         if returned.loss_of is None:

@@ -1,4 +1,4 @@
-"""What the doctor found: in a terminal, as JSON, and as JUnit's XML for a continuous integration."""
+"""The doctor's report: as text, as JSON, and as JUnit's XML, which continuous integration reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_ref.live.departures import Part, departures
 from zero_ref.live.svg import Drawing
 
 SHOWN_LINES = 24
-"""Of the text of an error so many lines are shown, the last ones."""
+"""The text of an error is cut to this many lines, the last ones; the JSON has all."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,14 @@ class Departure:
     """Where one trial departs from the plain loop.
 
     Attributes:
-        trial: its name.
+        trial: the trial's name.
         ranks: the number of ranks.
-        step: the first step that departs, from 0 on.
-        phase: the phase in which it begins: start, load, forward, backward, clip, step.
-        places: the parameters, ranks and element ranges that depart there, the first parameter first.
-        causes: those that give, within what reordered sums explain, what was observed. Empty: unknown.
-        numels: the elements of every parameter of the model, by its name.
+        step: the first step that departs, counted from 0.
+        phase: where in that step the departure begins: start, load, forward, backward, clip, step.
+        places: the parameters, ranks and element ranges that depart there, in the model's order.
+        causes: the mistakes that give what was observed, but for what reordered sums explain. Empty: the
+            cause is unknown.
+        numels: the number of elements of every parameter of the model, by the parameter's name.
     """
 
     trial: str
@@ -39,7 +40,7 @@ class Departure:
     numels: Mapping[str, int] = field(default_factory=dict)
 
     def picture(self) -> Drawing:
-        """A row a parameter, a column a rank: which elements depart in this step and phase."""
+        """A picture of the elements that depart here: a row for each parameter, a column for each rank."""
         numels = {**self.numels, **{place.parameter: place.numel for place in self.places}}
         title = f"{self.trial}, {self.ranks} ranks: departs in step {self.step}, in {self.phase}"
         parts = [Part(place.parameter, place.rank, place.start, place.stop) for place in self.places]
@@ -52,7 +53,7 @@ class Departure:
 
     @property
     def rank(self) -> int:
-        """The first rank on which it does."""
+        """The first rank on which that parameter departs."""
         return self.places[0].rank
 
     @property
@@ -94,9 +95,11 @@ class Raised:
     """A trial in which the program raised, ended or hung.
 
     Attributes:
-        rank: the first on which it did.
-        summary: in one line.
-        text: with the traceback, and what became of the other ranks.
+        trial: the trial's name.
+        ranks: the number of ranks.
+        rank: the first rank on which the program did.
+        summary: the error in one line; "timed out" if the program hung.
+        text: the error with its traceback, and what became of the other ranks.
     """
 
     trial: str
@@ -115,7 +118,13 @@ class Raised:
 
 @dataclass(frozen=True)
 class NotTried:
-    """A trial that was not tried, and why."""
+    """A trial that was not tried, and why.
+
+    Attributes:
+        trial: the trial's name.
+        reason: why it was not tried.
+        ranks: the numbers of ranks on which it was not.
+    """
 
     trial: str
     reason: str
@@ -130,13 +139,13 @@ class Report:
     """The verdict on one program.
 
     Attributes:
-        name: of the factory.
+        name: the program's name, by default the factory's.
         ranks: the numbers of ranks that were tried.
-        tried: the trials that were played, as (trial, ranks).
-        departures: where trials depart from the plain loop.
-        raised: trials in which the program raised or hung.
-        not_tried: trials that were left out, each with its reason.
-        settings: steps, seed, and whatever else is needed to repeat it.
+        tried: (trial, number of ranks) of each trial that was played.
+        departures: the trials that depart from the plain loop, one entry for each number of ranks.
+        raised: trials in which the program raised, ended or hung.
+        not_tried: trials that were not played, each with its reason.
+        settings: steps, seed, masters and backend, to repeat the run.
     """
 
     name: str
@@ -149,14 +158,14 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Nothing that was tried departs or raised."""
+        """Whether no trial that was tried departs or raised. Trials that were not tried do not count."""
         return not self.departures and not self.raised
 
     def check(self) -> None:
-        """Do nothing if the program is healthy.
+        """Raise if the program is not healthy; otherwise do nothing.
 
         Raises:
-            AssertionError: it is not; the text is the report.
+            AssertionError: a trial departs or raised; the text is the report.
         """
         if not self.healthy:
             raise AssertionError(f"\n{self}")
@@ -188,12 +197,15 @@ class Report:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """All of it as JSON; numbers that are not finite become null."""
+        """The whole report as JSON. Infinity and NaN become null."""
         as_dict = asdict(self) | {"healthy": self.healthy}
         return json.dumps(_finite(as_dict), indent=2, allow_nan=False)
 
     def to_junit(self) -> str:
-        """All of it as JUnit's XML: a test case for each trial and number of ranks."""
+        """The whole report as JUnit's XML: a test case for each trial on each number of ranks.
+
+        A departure is a failure, a trial that raised is an error, and one that was not tried is skipped.
+        """
         suite = ElementTree.Element("testsuite", name=f"zero-ref doctor {self.name}")
         found: list[Departure | Raised] = [*self.departures, *self.raised]
         bad = {(one.trial, one.ranks): one for one in found}
@@ -216,7 +228,7 @@ class Report:
 
 
 def grouped(departures: Sequence[Departure]) -> list[list[Departure]]:
-    """Departures that have the same causes, together; the first of each is the one to be read."""
+    """Lists of departures that have the same causes. The report shows the first of each list in full."""
     by_causes: dict[tuple[str, ...], list[Departure]] = {}
     for one in departures:
         by_causes.setdefault(one.causes, []).append(one)
@@ -224,7 +236,7 @@ def grouped(departures: Sequence[Departure]) -> list[list[Departure]]:
 
 
 def _also(departures: Sequence[Departure]) -> list[str]:
-    """A line with the trials that depart for the same reason."""
+    """A line that names these trials, which depart for the same reason as the one above; none if empty."""
     of_trial: dict[str, list[str]] = {}
     for one in departures:
         of_trial.setdefault(one.trial, []).append(str(one.ranks))
@@ -240,7 +252,7 @@ def _case(suite: ElementTree.Element, name: str, test: str) -> ElementTree.Eleme
 
 
 def _printable(text: str) -> str:
-    """Without the control characters that XML does not know."""
+    """The text without control characters, which XML does not allow."""
     return "".join(char for char in text if char.isprintable() or char in "\n\t")
 
 

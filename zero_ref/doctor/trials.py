@@ -1,4 +1,6 @@
-"""What training does, one thing a trial: the steps that the program and the plain loop both play."""
+"""The trials. Each does one thing that training does, and has the steps that both the program and the plain
+loop play.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from zero_ref.doctor.model import Shape
 
 MICRO = 3
-"""Micro-batches of a step that accumulates."""
+"""The number of micro-batches in a step that accumulates."""
 MAX_NORM = 512.0
-"""Far below the norm of the doctor's gradients: every clipping scales."""
+"""The limit for clipping. It is far below the norm of the doctor's gradients, so every clipping scales."""
 ADDED = (4, 6)
-"""Columns and rows of the layer of the group that is added."""
+"""Inputs and outputs of the layer that is added as a group."""
 
 
 @dataclass(frozen=True)
@@ -20,18 +22,20 @@ class Step:
     """One step of a loop.
 
     Args:
-        number: from 0 on.
-        micro: batches whose gradients are added up.
-        set_to_none: as `zero_grad` is called before.
-        max_norm: gradients are clipped to it; None: they are not.
-        factor: of all learning rates, by the scheduler; None: there is none.
-        nan: the data of the last rank are NaN, so no rank steps.
-        raises: before the batch, another one's forward is followed by an exception that the loop catches.
-        adds: a group is added before.
-        freezes: a layer is frozen (True) or unfrozen (False) before.
-        unused: layers without data on all ranks.
-        unused_on_first: layers without data on rank 0.
-        reloads: the state is saved and loaded, in new objects, before.
+        number: counted from 0.
+        micro: the number of micro-batches, whose gradients are added up.
+        set_to_none: the argument of `zero_grad`, which is called at the beginning.
+        max_norm: gradients are clipped to this norm; None: they are not clipped.
+        factor: the scheduler sets all learning rates to this factor times their first value; None: there is
+            no scheduler.
+        nan: the data of the last rank are NaN, so no rank updates anything.
+        raises: before the step's own batch there is a forward of another batch, which an exception ends
+            before its backward; the loop catches the exception.
+        adds: a parameter group is added before the step.
+        freezes: a layer is frozen (True) or unfrozen (False) before the step; None: neither.
+        unused: the layers that have no data on any rank.
+        unused_on_first: the layers that have no data on rank 0.
+        reloads: before the step the state is saved, and loaded into new objects.
     """
 
     number: int
@@ -53,11 +57,12 @@ class Trial:
     """One thing that training does.
 
     Attributes:
-        name: as it is left out.
-        tries: in words.
-        shape: the model.
-        own: whether a program with a model of its own can be tried too.
-        elsewhere: what is saved is loaded on another number of ranks.
+        name: the name by which a user leaves it out.
+        tries: what happens in it, in words.
+        steps: the steps that are played.
+        shape: which model the doctor uses.
+        own: whether it can be tried with a program that has a model of its own, too.
+        elsewhere: whether the state that was saved is loaded on another number of ranks.
     """
 
     name: str
@@ -69,7 +74,7 @@ class Trial:
 
 
 FROZEN = "later"
-"""The layer that is frozen, or not used."""
+"""The name of the layer that some trials freeze, or do not use."""
 
 
 def make_trials(steps: int = 5, shape: Shape | None = None) -> tuple[Trial, ...]:
@@ -79,7 +84,8 @@ def make_trials(steps: int = 5, shape: Shape | None = None) -> tuple[Trial, ...]
     ['plain', 'accumulation', 'clipping']
 
     Args:
-        steps: of each trial; at least 3, so that something can happen between two steps.
+        steps: the number of steps of each trial; at least 3, so that something can happen between two steps.
+        shape: the model, which some trials change; None: the standard one.
     Raises:
         ValueError: there are fewer than 3 steps.
     """
