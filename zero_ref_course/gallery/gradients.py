@@ -28,7 +28,7 @@ from zero_ref_course.gallery.right import LR, Sharded
 class Summed(Sharded):
     """Gradients were summed over the ranks and not averaged.
 
-    With Adam small runs look alike; large ones ended in NaN.
+    With Adam, small runs look the same as right ones; large runs ended in NaN.
     """
 
     def end_of_backward(self) -> None:
@@ -88,9 +88,9 @@ class AroundTheWrapper(Wrapped):
     cause="gradients are not reduced",
 )
 class HeadAroundTheWrapper(Sharded):
-    """One layer, the action head, was called around its wrapper.
+    """One layer, the action head, was called without its wrapper.
 
-    Its gradients alone stayed those of each rank.
+    So the gradients of that layer alone were not averaged over the ranks.
     """
 
     def params(self) -> list[nn.Parameter]:
@@ -163,8 +163,8 @@ class Buffered(Sharded):
     mended=Buffered,
 )
 class LastMicroBatch(Buffered):
-    """`no_sync` was inherited and did nothing, so every micro-batch finished the buffer, and the next one
-    cleared it.
+    """`no_sync` was inherited and did nothing. So every micro-batch counted as a step's last, and the next
+    one cleared the buffer with its gradients.
     """
 
     @contextlib.contextmanager
@@ -181,9 +181,9 @@ class LastMicroBatch(Buffered):
     mended=Buffered,
 )
 class SharedBuffer(Buffered):
-    """Layers shared a buffer, which was copied where it should have been added.
+    """Layers shared a gradient buffer, which was copied over the gradients so far and not added to them.
 
-    Only the embedding had one of its own.
+    Only the embedding had a buffer of its own, and accumulated rightly.
     """
 
     def flush(self, param: nn.Parameter, grad: torch.Tensor) -> None:
@@ -249,8 +249,8 @@ class DividedAgain(Sharded):
     cause="clipped by a local norm",
 )
 class LocalNorm(Sharded):
-    """Each rank clipped its share by the norm of its share, so each rank had another factor, and all clipped
-    too little.
+    """Each rank clipped its share of the gradients by the norm of that share. So the ranks scaled by
+    different factors, and all of them too little.
     """
 
     def clip(self, max_norm: float) -> None:

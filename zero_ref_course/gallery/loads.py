@@ -44,8 +44,8 @@ class ByTemplate(Owned):
     cause="is reset by loading",
 )
 class MomentsReset(OwnedBy):
-    """A new optimizer has no moments before its first step, so there was nothing to load into, and they began
-    at 0.
+    """Loading filled the moments that were there. A new optimizer has none before its first step, so nothing
+    was loaded, and the moments began at 0.
     """
 
     kind = ByTemplate
@@ -116,8 +116,8 @@ class LoadingSteps(Sharded):
     cause="a broadcast was lost",
 )
 class NotSentAfterLoading(Sharded):
-    """After loading each rank put its own share into the model, and the loop that sends it to the others was
-    empty.
+    """After loading, each rank put its own share of the parameters into the model. The loop that should send
+    it to the other ranks did nothing.
     """
 
     def set_values(self, values: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:

@@ -45,9 +45,9 @@ class LeftToTheWrapper(MuonAndAdamW):
     plain=MUON,
 )
 class MuonIsSGD(ShardedMuon):
-    """Muon's step relied on the ZeRO wrapper to orthogonalize.
+    """Muon's step left it to the ZeRO wrapper to orthogonalize the update.
 
-    Without one, the default, it was plain descent.
+    By default there is no such wrapper, so the step was plain gradient descent.
     """
 
     optimizer_class = LeftToTheWrapper
@@ -137,9 +137,9 @@ class MuonInPieces(Sharded):
     plain=MUON,
 )
 class HalfReduced(MuonInPieces):
-    """Each rank got averages for its own range only.
+    """Each rank got averaged gradients for its own range of elements only.
 
-    A matrix on the border was orthogonalized half averaged, half local.
+    A matrix across the border of two ranges was orthogonalized from averaged and local gradients mixed.
     """
 
     def end_of_backward(self) -> None:
@@ -262,8 +262,8 @@ class ByKind(Sharded):
     plain={"reference": plain_by_kind},
 )
 class EverythingDecays(Sharded):
-    """A refactoring lost `weight_decay=False` where biases and norms are made, so they decayed like
-    matrices.
+    """A refactoring lost `weight_decay=False` where biases and norms are made, so weight decay shrank them
+    like matrices.
     """
 
     def __init__(self, model: nn.Module) -> None:
