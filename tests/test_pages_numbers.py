@@ -270,6 +270,8 @@ def test_running_says_what_each_way_of_computing_changes() -> None:
     autocast = of_a_parameter(dtype="float32", autocast="bfloat16")
     assert [*autocast, *of_a_parameter()[:3]] == [4, 4, 8, 28, 2, 2, 12]
     assert "4 + 4 + 8 bytes for each parameter, not 2 + 2 + 12." in page
+    assert of_a_parameter(dtype="float32")[:3] == [4, 4, 8]
+    assert 'set_float32_matmul_precision("high")` | 4 + 4 + 8.' in page
     assert of_a_parameter(masters=False)[:3] == [2, 2, 4]
     assert "`--no-masters` | 2 + 2 + 4 |" in page
     assert of_a_parameter(gradient_dtype="float32")[:3] == [2, 4, 12]
@@ -291,7 +293,7 @@ def test_running_says_what_stored_scores_take() -> None:
     )
     assert fused.fits
     assert [round(one.peak_bytes / 1e9) for one in (unfused, fused)] == [101, 42]
-    said = "of Llama 2 13B at 4,096 tokens, 128 A100 hold 101 GB each, and 42 GB with fused attention"
+    said = "4,096 tokens of Llama 2 13B, each of 128 A100 would hold 101 GB, and 42 GB with fused attention"
     assert said in text_of("book/running.md")
 
 

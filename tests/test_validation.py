@@ -8,6 +8,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 
 import pytest
@@ -220,9 +221,41 @@ def test_every_miss_is_explained_on_the_page() -> None:
     assert named <= {*missed, *missed.values()}
 
 
+@pytest.mark.parametrize("figure", FIGURES)
+def test_validation_page_says_what_intervals_hold_if_every_source_counts_once(figure: str) -> None:
+    result = validate()
+    of_source = [
+        fmean(result.inside(one) for one in result.of(figure, source=source))
+        for source in {one.run.source for one in result.of(figure)}
+    ]
+    assert abs(fmean(of_source) - SHARE) < 5 / 100
+
+
+def test_validation_page_names_the_sources_for_fitting_that_are_as_far_off() -> None:
+    """Their figures are not in the list of misses."""
+    result = validate()
+    off = {
+        figure: {
+            one.run.source
+            for one in result.of(figure, tested=None)
+            if not one.tested and not result.inside(one)
+        }
+        for figure in FIGURES
+    }
+    assert off == {
+        "time": {"deepspeed-autotuning", "nemo", "nemo-automodel", "universal-llm-trainer"},
+        "memory": {"internevo"},
+    }
+
+
 def test_validation_page_says_which_figures_are_fitted_and_which_are_misses() -> None:
     fitted = [run for run in published().runs if run.use == "fit time"]
     assert {run.sequence for run in fitted} == {2048}
+    assert {run.source for run in fitted} == {"llm-foundry"}
+    of_memory = {run.source for run in published().runs if run.use == "fit memory"}
+    assert [published().sources[source].title for source in of_memory] == [
+        "torchtitan, Llama 3.1 on H100, December 2024"
+    ]
     assert WORST == {"time": 30 / 100, "memory": 15 / 100}
     assert SHARE == 4 / 5
     run = published().run("titan-8b-8")

@@ -20,9 +20,9 @@ def register_validate(subparsers: Subparsers) -> None:
         "validate",
         help="the simulator beside published runs: what was reported, what is predicted, how far off",
         description="Simulate every published run of this package's list, data-parallel and fully sharded "
-        "ones. Of each: what was reported, what is predicted, the interval around it, which comes from the "
-        "runs of all other sources, and the error: what is predicted too much, as a share of what was "
-        "reported, of the time or of the memory. With --run, only the runs of a file of your own.",
+        "ones. For each, print what was reported, what is predicted, the interval around the prediction, "
+        "which comes from the runs of all other sources, and the error of the time or of the memory: "
+        "predicted minus reported, as a share of reported. With --run, only the runs of a file of your own.",
     )
     add = parser.add_argument
     sources = ", ".join(published().sources)
@@ -33,7 +33,7 @@ def register_validate(subparsers: Subparsers) -> None:
         metavar="FILE",
         dest="file",
         help="score the runs of a file in TOML (.toml) or JSON, in the form of the book's page Submit a run: "
-        "prediction, interval, error, and which constants of the simulator would change nothing",
+        "prediction, interval, error, and which constants of the simulator change the prediction",
     )
     add("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run_validate)

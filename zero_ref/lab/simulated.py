@@ -21,8 +21,8 @@ from zero_ref.simulator.scenario import Scenario, SimulatedRun
 from zero_ref.simulator.sensitivity import SWITCH
 
 MFU_COUNTS = (
-    "6 operations for each parameter and token, of experts those that a token is sent to, and attention's "
-    "over whole sequences, as if nothing were masked; nothing for what is computed again"
+    "6 operations for each token and each parameter that it goes through, and those of attention over whole "
+    "sequences, as if nothing were masked; what is computed again does not count"
 )
 """What model FLOPs utilisation is computed from. Source: PaLM (arXiv:2204.02311), appendix B."""
 
@@ -302,12 +302,15 @@ def _experts(scenario: Scenario) -> str:
     if (shared := scenario.experts) is None:
         return "supposed: experts get as many tokens as others"
     busiest = (
-        "every rank's get as many rows" if shared.load == 1 else f"one gets {shared.load:g} times the rows"
+        "every rank gets as many rows"
+        if shared.load == 1
+        else f"the busiest rank gets {shared.load:g} times the average"
     )
     return (
         f"experts: {shared.ranks:,} ranks share the {shared.experts:,} of each block, "
-        f"{shared.experts // shared.ranks:,} each; a rank's rows, {format_bytes(shared.row_bytes)}, go there "
-        f"and come back, in forward and in backward; supposed: {busiest}"
+        f"{shared.experts // shared.ranks:,} each; in each block a rank sends "
+        f"{format_bytes(shared.row_bytes)} of rows to them and gets as much back, in forward and again in "
+        f"backward; supposed: {busiest}"
     )
 
 

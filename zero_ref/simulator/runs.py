@@ -124,8 +124,7 @@ class Run:
         sequence: tokens in each.
         accumulation: how often, before an update is made.
         checkpointing: as `Scenario`.
-        options: further fields of `Scenario`, which a file has beside the others. A run without DDP, whose
-            gradients lie once, has a `bucket_view`.
+        options: further fields of `Scenario`, which a file has beside the others.
         time: what was published: one of tokens_per_s_gpu, ms (of an iteration) and tflops (of each GPU, with
             the operations that are computed again).
         memory_gib: of the fullest GPU.

@@ -81,13 +81,14 @@ class Training:
         label="sequences of a rank", steps=(1, 2, 4, 8, 16, 32, 64), after="loss_dtype",
     )] = 1
     sequence: Annotated[int | None, Option(
-        "tokens in each (default: the model's, " + str(LONGEST_SEQUENCE) + " at most)", metavar="S", least=1,
-        most=10**9, label="tokens in each", steps=(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+        "tokens in each sequence (default: the model's, " + str(LONGEST_SEQUENCE) + " at most)", metavar="S",
+        least=1, most=10**9, label="tokens in each",
+        steps=(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
     )] = None
     _: KW_ONLY
     dtype: Annotated[str, Option(
-        "of parameters and gradients: " + listed(DTYPES) + ". Of 16 bits the optimizer keeps a copy in 32 "
-        "(default: %(default)s)",
+        "of parameters and gradients: " + listed(DTYPES) + ". Of 16-bit parameters the optimizer keeps "
+        "32-bit masters (default: %(default)s)",
         metavar="DTYPE", choices=DTYPES,
     )] = "bfloat16"
     optimizer: Annotated[str, Option(
@@ -132,15 +133,16 @@ class Training:
         explained(ATTENTION) + " (default: %(default)s)", metavar="HOW", choices=ATTENTION,
     )] = "fused"
     autocast: Annotated[str | None, Option(
-        "torch.autocast over float32 parameters: products are computed in it, of weights that are cast for "
-        "each forward: " + listed(AUTOCAST), metavar="DTYPE", choices=AUTOCAST,
+        "torch.autocast over float32 parameters: matrix products are computed in this dtype, and weights are "
+        "cast to it in each forward: " + listed(AUTOCAST), metavar="DTYPE", choices=AUTOCAST,
     )] = None
     tf32: Annotated[bool, Option(
-        "products of float32 are made in TF32, as torch.set_float32_matmul_precision('high') lets them be; "
-        "torch's default makes them in float32",
+        "matrix products of float32 are computed in TF32, as after "
+        "torch.set_float32_matmul_precision('high'); torch's default is float32",
     )] = False
     fp8: Annotated[bool, Option(
-        "products of blocks are made in FP8, as by torchao: operands are cast for each, and kept in 16 bits",
+        "matrix products of blocks are computed in FP8, as by torchao: operands are cast for each, and kept "
+        "in 16 bits",
     )] = False
     accumulation: Annotated[int, Option(
         "forwards and backwards before an update, each of --batch sequences (default: %(default)s)",
@@ -181,7 +183,8 @@ class Training:
         metavar="N", least=1, most=2**20, used_by=_in_groups,
     )] = None
     prefetch: Annotated[int, Option(
-        "of zero-3 (default: %(default)s)", metavar="UNITS", least=0, most=10**6, used_by=_gathers_ahead,
+        "of zero-3: units gathered ahead of the one that computes (default: %(default)s)", metavar="UNITS",
+        least=0, most=10**6, used_by=_gathers_ahead,
     )] = 1
     period: Annotated[int, Option(
         "of local-sgd: steps from one average of the parameters to the next (default: %(default)s)",
@@ -198,8 +201,8 @@ class Training:
         label="ranks that share experts", steps=(1, 2, 4, 8, 16, 32, 64, 128),
     )] = 1
     expert_load: Annotated[float, Option(
-        "rows that the experts of the busiest rank get, over the average of the ranks that share experts "
-        "(default: %(default)s)",
+        "rows (one for each token and expert that it is sent to) that the busiest rank gets, over the "
+        "average of the ranks that share experts (default: %(default)s)",
         metavar="X", least=1, most=10**6, used_by=_meets_in_every_step,
     )] = 1.0
     # fmt: on
