@@ -66,13 +66,13 @@ def test_a_plain_install_brings_torch_alone() -> None:
     assert [re.match(r"\w+", each)[0] for each in PROJECT["dependencies"]] == ["torch"]  # type: ignore[index]
 
 
-def test_without_any_extra_all_but_the_lab_can_be_imported() -> None:
+def test_without_any_extra_all_but_the_lab_and_the_doctor_can_be_imported() -> None:
     *failed, _ = import_all(
         *(EXTRAS["lab"] | EXTRAS["clients"]) - {"numpy"}
     )  # torch takes numpy if it is there
     assert failed
     for module, package in failed:
-        assert module.split(".")[1] == "lab", (module, package)
+        assert module.split(".")[1] in ("lab", "doctor"), (module, package)
         assert package in EXTRAS["lab"], (module, package)
     needs_lab = {module for module, _ in failed}
     for module in (

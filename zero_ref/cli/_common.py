@@ -23,9 +23,11 @@ class CommandError(Exception):
         self.code = code
 
 
-def need(module: str, extra: str = "lab") -> Any:
+def need(module: str, extra: str = "lab", code: int = 1) -> Any:
     """Import a module that an extra of this package installs.
 
+    Args:
+        code: the command's exit code if a package is missing.
     Raises:
         CommandError: a package is not installed; the message says which extra installs it.
     """
@@ -36,7 +38,7 @@ def need(module: str, extra: str = "lab") -> Any:
             raise  # a module of this package is broken
         raise CommandError(
             f'this needs the package {error.name}, which is not installed: pip install "zero_ref[{extra}]"',
-            code=1,
+            code=code,
         ) from None
 
 

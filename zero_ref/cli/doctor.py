@@ -81,7 +81,7 @@ def register_doctor(subparsers: Subparsers) -> None:
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Examine the program; return 1 if it departs from the plain loop."""
-    doctor, files = need("zero_ref.doctor"), need("zero_ref.doctor.files")
+    doctor, files = need("zero_ref.doctor", code=2), need("zero_ref.doctor.files", code=2)
     try:
         factory = files.InFile.of(arguments.factory)
         factory.loaded()
