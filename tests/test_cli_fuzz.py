@@ -97,6 +97,11 @@ NOTEBOOK = {
     "nbformat": 4,
     "nbformat_minor": 5,
 }
+FACTORY = """import torch
+def plain(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+sharded = plain
+"""
 GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 10, "n_positions": 4}
 LLAMA = {
     "model_type": "llama",
@@ -150,6 +155,7 @@ def odd_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Path(name).write_text(json.dumps(NOTEBOOK))
     for name, text in TEXTS.items():
         Path(name).write_text(text, errors="surrogateescape")
+    (tmp_path / "factory.py").write_text(FACTORY)
     return tmp_path
 
 
@@ -217,7 +223,8 @@ def usual(action: argparse.Action) -> str:
         except (TypeError, argparse.ArgumentTypeError):
             continue
         return word
-    return "good.ipynb" if action.dest == "file" else "out" if action.dest == "folder" else "file"
+    known = {"file": "good.ipynb", "folder": "out", "factory": "factory.py:sharded", "reference": "plain"}
+    return known.get(action.dest, "file")
 
 
 def odd(action: argparse.Action, draw: random.Random) -> str:

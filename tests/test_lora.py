@@ -87,7 +87,10 @@ def test_adapters_are_as_many_as_peft_counts() -> None:
     assert replace(scenario, lora_on="attention").trained_numel == by_hand
 
 
-@pytest.mark.parametrize("name", [name for name in TRANSFORMERS if name != "qwen3-30b-a3b"])
+# Adapters are refused for mixtures of experts.
+@pytest.mark.parametrize(
+    "name", [n for n in TRANSFORMERS if n not in ("qwen3-30b-a3b", "deepseek-v3", "kimi-k2")]
+)
 @pytest.mark.parametrize("on", LORA_ON)
 def test_the_adapted_matrices_are_those_of_the_parameters(name: str, on: str) -> None:
     model, lora = TRANSFORMERS[name], Lora(4, on)

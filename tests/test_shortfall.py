@@ -111,11 +111,11 @@ RECIPES = st.integers(0, 3).flatmap(
         st.just(stage),
         st.sampled_from([None, *CONVENTIONS]),
         st.sampled_from(list(STATE_RULES)),
-        st.booleans(),
-        st.integers(0, 10**5),
-        st.integers(1, 3),
-        st.booleans() if stage in (1, 2) else st.just(False),
-        st.integers(0, 10**6),
+        gradient_as_bucket_view=st.booleans(),
+        bucket_bytes=st.integers(0, 10**5),
+        gathered_units=st.integers(1, 3),
+        flat=st.booleans() if stage in (1, 2) else st.just(False),
+        activation_bytes=st.integers(0, 10**6),
     )
 )
 PARAMS = st.lists(

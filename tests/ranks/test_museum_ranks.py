@@ -36,7 +36,7 @@ STRANGERS: dict[str, tuple[str, int, tuple[str, ...], str, str]] = {
 
 
 # Here the doctor finds the place and, so far, no cause or another one that gives the same values.
-PLACE_ONLY = {("ReducedAgain", 3, 1), ("HeadAroundTheWrapper", 3, 1)}
+PLACE_ONLY = {("ReducedAgain", 3, 1), ("HeadAroundTheWrapper", 3, 1), ("ReducedAgain", 4, 2)}
 
 
 def held(exhibit: Exhibit, report: Report) -> None:
@@ -69,7 +69,7 @@ def test_a_mended_exhibit_is_healthy_where_it_was_not(name: str) -> None:
     exhibit = EXHIBITS[name]
     report = exhibit.diagnose(mended=True, ranks=(2,), only=(exhibit.trial,))
     assert report.healthy, str(report)
-    assert [tried.trial for tried in report.tried] == [exhibit.trial]
+    assert report.tried == ((exhibit.trial, 2),)
 
 
 @pytest.mark.parametrize("name", FEW_RIGHT)

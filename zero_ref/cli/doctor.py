@@ -41,7 +41,7 @@ def register_doctor(subparsers: Subparsers) -> None:
         "--backend", choices=["gloo", "nccl"], default="gloo",
         help="of the process groups (default: %(default)s)",
     )  # fmt: skip
-    plain = parser.add_mutually_exclusive_group()
+    plain = parser.add_mutually_exclusive_group(required=True)
     plain.add_argument(
         "--reference", metavar="NAME", help="a factory in the same file that gives the plain optimizer"
     )
@@ -107,14 +107,12 @@ def plain_loop(arguments: argparse.Namespace, factory: Any, files: Any) -> dict[
     """What `diagnose` is told of the plain loop.
 
     Raises:
-        ValueError: nothing says what it is, or options are given without a class.
+        ValueError: options are given without a class.
     """
     if arguments.reference:
         if arguments.options:
             raise ValueError("--options belong to --from-plain; a reference has its own.")
         return {"reference": files.InFile(factory.path, arguments.reference).loaded()}
-    if not arguments.from_plain:
-        raise ValueError("say what the plain loop is: --from-plain torch.optim.AdamW, or --reference NAME.")
     options = files.options_from(arguments.options)
     return {"from_plain": files.imported(arguments.from_plain), "options": options}
 

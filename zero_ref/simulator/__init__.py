@@ -14,6 +14,8 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `autocast`: what is cast to 16 bits of a model whose parameters are in 32;
 - `activations`: what the forward pass keeps for the backward pass, with and without checkpointing;
 - `updates`: what an update needs and moves, in one kernel or in many;
+- `norms`: what norms that are computed by separate operations keep in addition;
+- `peak`: the moments of an iteration at which most may be held;
 - `memory`: everything that a rank holds, item by item, on average and exactly for a partition;
 - `shortfall`: why that is more than 1/N of what one rank alone would hold;
 - `operations`: what is computed, what is sent, and what waits for what;
@@ -46,6 +48,6 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `which`: every way to train a model compared, the questions that decide, and how far their advice is off;
 - `search`: every way to train a model on a cluster, and the best of them;
 - `options`: an option of such a run, defined once: with the field that keeps its value;
-- `published`: runs that others published;
-- `validation`: each of them predicted, and how far off.
+- `runs`: what a published run consists of; `published` reads them from `published_runs`, a file a source;
+- `validation`: each of them predicted, and how far off; `submission`: the same of a run that a reader gives.
 """

@@ -39,10 +39,10 @@ class Scenario(RankWork):
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.models import MODELS
-    >>> scenario = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), world_size=64)
+    >>> scenario = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), world_size=64, sequence=4096)
     >>> run = scenario.run("zero-3")
     >>> round(run.iteration_ms), round(run.peak_bytes / 1e9, 1), run.fits
-    (1135, 71.4, True)
+    (573, 40.1, True)
 
     Args:
         sequence: tokens in each sequence; None for the model's context, LONGEST_SEQUENCE at most.
