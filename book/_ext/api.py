@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -520,7 +521,12 @@ def look_around(app: Sphinx) -> None:
 def plain_types(app: Sphinx, thing: Any, bound: bool) -> None:
     """Leave the types in a signature, and not what `Annotated` adds for command lines."""
     if any("Annotated[" in str(of) for of in getattr(thing, "__annotations__", {}).values()):
-        thing.__annotations__ = get_type_hints(thing)
+        # A dataclass's __init__ also has the fields of its bases, whose types are names of their modules.
+        owner = getattr(sys.modules[thing.__module__], thing.__qualname__.partition(".")[0])
+        names: dict[str, Any] = {}
+        for base in reversed(owner.__mro__):
+            names |= vars(sys.modules[base.__module__])
+        thing.__annotations__ = get_type_hints(thing, localns=names)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
