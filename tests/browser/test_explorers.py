@@ -172,8 +172,8 @@ def test_the_numbers_in_the_browser_are_those_of_the_package_to_the_last_digit_s
     for name, explorer in EXPLORERS.items():
         numbers = explorer.answer(500, **ends[name]).numbers
         assert of_browser[name].keys() == numbers.keys()
-        # Two builds of the C library's logarithm may differ in the last place, and `sum` compensates from Python
-        # 3.12 on. A time that is exposed is a difference of such sums.
+        # Two builds of the C library's logarithm may differ in the last place, and `sum` compensates from
+        # Python 3.12 on. A time that is exposed is a difference of such sums.
         assert of_browser[name] == pytest.approx(dict(numbers), rel=1e-9)
 
 
