@@ -18,7 +18,7 @@ BOOK = Path(__file__).resolve().parent
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src"}
 LOADING_RELS = {"stylesheet", "icon", "preload", "modulepreload", "manifest"}
 
-# What a reader waits for. Text, code and pictures written into a page; the heaviest has 0.41 MB.
+# What a reader waits for. Text, code and pictures written into a page; the heaviest has 0.53 MB.
 MOST_HTML = 550_000
 # With the scripts, styles and pictures that it names, as on disk. MathJax is 1.2 MB, the theme 0.6 MB.
 # Fonts come on top: 0.2 MB of icons, and of MathJax's 20 to 35 kB a style of letters.
