@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -119,10 +119,29 @@ def language_info(kernel: Any) -> Any:
     return kernel.kc.kernel_info(reply=True, timeout=600)["content"]["language_info"]
 
 
+def started_again(start: Callable[..., Any]) -> Callable[..., Any]:
+    """`start`, once more where the kernel died before it could answer.
+
+    Jupyter chooses a kernel's ports before the process exists. Until the kernel listens there, another
+    process may take one, as tests on ranks do all the time, and the kernel ends. The next gets other ports.
+    """
+
+    def starts(*args: Any, **options: Any) -> Any:
+        try:
+            return start(*args, **options)
+        except RuntimeError as error:
+            if "died" not in str(error):
+                raise
+            return start(*args, **options)
+
+    return starts
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Only where nbval runs notebooks."""
     if not (config.getoption("nbval", False) or config.getoption("nbval_lax", False)):
         return
+    import nbval.kernel
     from nbval.kernel import RunningKernel
 
     get_message = RunningKernel.get_message
@@ -133,5 +152,6 @@ def pytest_configure(config: pytest.Config) -> None:
         return message
 
     RunningKernel.get_message = patiently
+    nbval.kernel.start_new_kernel = started_again(nbval.kernel.start_new_kernel)
     if os.environ.get(FOLDER):
         config.pluginmanager.register(Keeper(os.environ[FOLDER]))

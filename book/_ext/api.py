@@ -524,7 +524,7 @@ def plain_types(app: Sphinx, thing: Any, bound: bool) -> None:
         # A dataclass's __init__ also has the fields of its bases, whose types are names of their modules.
         owner = getattr(sys.modules[thing.__module__], thing.__qualname__.partition(".")[0])
         names: dict[str, Any] = {}
-        for base in reversed(owner.__mro__):
+        for base in reversed(getattr(owner, "__mro__", ())):
             names |= vars(sys.modules[base.__module__])
         thing.__annotations__ = get_type_hints(thing, localns=names)
 
