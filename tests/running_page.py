@@ -1,4 +1,4 @@
-"""The pieces of book/running.md that are run or read by tests."""
+"""The pieces of book/running.md, and of other pages, that are run or read by tests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import yaml
 PAGE = Path(__file__).resolve().parent.parent / "book" / "running.md"
 
 
-def blocks(language: str) -> list[str]:
-    """The page's blocks of code in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+def blocks(language: str, page: Path = PAGE) -> list[str]:
+    """A page's blocks of code in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
 def slurm_script() -> str:
