@@ -179,7 +179,36 @@ def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient.detach().clone()
 
 
-class Accelerate(Program):
+class _Inside(Program):
+    """A program whose optimizer is a library's wrapper of another, which has the state and the groups."""
+
+    def add_group(self, layer: nn.Module, **options: Any) -> None:
+        """To the optimizer inside: the wrapper may be a copy of its attributes."""
+        with self._bare():
+            super().add_group(layer, **options)
+
+    def save(self, folder: Path) -> None:
+        """The state of the optimizer inside. Collective: all ranks."""
+        with self._bare():
+            super().save(folder)
+
+    def load(self, folder: Path) -> None:
+        """As `save`."""
+        with self._bare():
+            super().load(folder)
+
+    @contextlib.contextmanager
+    def _bare(self) -> Iterator[None]:
+        """While it lasts, the program's optimizer is the one inside."""
+        wrapped = self.optimizer
+        self.optimizer = wrapped.optimizer
+        try:
+            yield
+        finally:
+            self.optimizer = wrapped
+
+
+class Accelerate(_Inside):
     """A model and an optimizer that an `accelerate.Accelerator` has prepared.
 
     >>> def sharded(model):
@@ -206,18 +235,8 @@ class Accelerate(Program):
         """The accelerator's."""
         self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
 
-    def save(self, folder: Path) -> None:
-        """The state of the optimizer inside the accelerator's. Collective: all ranks."""
-        with _bare(self):
-            super().save(folder)
 
-    def load(self, folder: Path) -> None:
-        """As `save`."""
-        with _bare(self):
-            super().load(folder)
-
-
-class Fabric(Program):
+class Fabric(_Inside):
     """A model and an optimizer that a `lightning.Fabric` has set up.
 
     >>> def sharded(model):
@@ -246,29 +265,3 @@ class Fabric(Program):
     def clip(self, max_norm: float) -> None:
         """Fabric's."""
         self.fabric.clip_gradients(self.wrapper, self.optimizer, max_norm=max_norm)
-
-    def add_group(self, layer: nn.Module, **options: Any) -> None:
-        """To the optimizer inside Fabric's, which is a copy of its attributes."""
-        with _bare(self):
-            super().add_group(layer, **options)
-
-    def save(self, folder: Path) -> None:
-        """The state of the optimizer inside Fabric's. Collective: all ranks."""
-        with _bare(self):
-            super().save(folder)
-
-    def load(self, folder: Path) -> None:
-        """As `save`."""
-        with _bare(self):
-            super().load(folder)
-
-
-@contextlib.contextmanager
-def _bare(program: Program) -> Iterator[None]:
-    """While it lasts, the program's optimizer is the one that a library's wrapper of it holds."""
-    wrapped = program.optimizer
-    program.optimizer = wrapped.optimizer
-    try:
-        yield
-    finally:
-        program.optimizer = wrapped
