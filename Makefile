@@ -68,7 +68,7 @@ test: $(STAMP)  ## what each change has to pass: all parts from lint to browser;
 
 # The browser's are left out where no Chromium starts, as by `make browser`.
 thorough: $(STAMP)  ## what `make test` leaves out: further cases, random ones, other libraries' trainers; for once a day
-	$(call step,thorough tests,$(BIN)/python -m pytest -q -m 'thorough and not browser' -n 2 --dist loadfile --durations=40)
+	$(call step,thorough tests,$(BIN)/python -m pytest -q -m 'thorough and not browser' -n 3 --dist loadfile --durations=40)
 	@test -f _build/html/index.html || $(MAKE) book
 	@$(MAKE) browser PAGES_TESTED=thorough
 
