@@ -313,6 +313,27 @@ def test_of_a_calibrated_machine_it_says_where_the_times_are_from(
     assert "supposed: products at 50% of 0.1 TFLOPS" in printed["loopback"]
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["gpt2", "--cluster", "v100-ib"],
+            "supposed: V100 32 GB multiplies bfloat16 at 125 TFLOPS; a peak is known in float16, float32",
+        ),
+        (["gpt2", "--fp8"], "at 68% of 1979 TFLOPS in FP8 and, in the head, of 989 TFLOPS"),
+        (["gpt2", "--fp8"], "MFU: of 989 TFLOPS, the peak in 16 bits"),
+    ],
+)
+def test_it_says_which_peak_it_counts_with(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    assert cli.main(["simulate", "--ranks", "2", "--model", *words]) == 0
+    assert says in " ".join(capsys.readouterr().out.split())
+    assert cli.main(["simulate", "--ranks", "2", "--model", "gpt2", "--dtype", "float16"]) == 0
+    assert says not in " ".join(capsys.readouterr().out.split())
+
+
 def test_asked_why_it_names_what_adds_up_to_the_fullest_rank(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     words = ["simulate", "--model", "llama3-8b", "--ranks", "64", "--strategy", "zero", "--compare", "zero-3"]
@@ -373,15 +394,18 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
         ([*SIMULATE, "--strategy", "zero-2", "--bucket-mib", "2"], ["--bucket-mib means nothing to zero-2"]),
         (
             [*SIMULATE, "--strategy", "ddp", "--overlap", "interleaved"],
-            ["--overlap means nothing to ddp; it is for zero, zero-bucket, zero-even."],
+            ["--overlap interleaved means nothing to ddp; it is for zero, zero-bucket, zero-even."],
         ),
-        ([*SIMULATE, "--overlap", "in-forward"], ["--overlap means nothing to zero-even; it is for zero-2."]),
+        (
+            [*SIMULATE, "--overlap", "in-forward"],
+            ["--overlap in-forward means nothing to zero-even; it is for zero-2."],
+        ),
         ([*SIMULATE, "--no-sync"], ["--no-sync means nothing to zero-even; it is for zero-2, zero-3"]),
         ([*SIMULATE, "--accumulation", "0"], ["--accumulation: it must be at least 1, got 0"]),
         ([*SIMULATE, "--reduce-dtype", "int8"], ["int8", "bfloat16", "float32"]),
         (
             [*SIMULATE, "--strategy", "local-sgd", "--reduce-dtype", "float32"],
-            ["--reduce-dtype means nothing to local-sgd; it is for ddp"],
+            ["--reduce-dtype float32 means nothing to local-sgd; it is for ddp"],
         ),
         ([*SIMULATE, "--strategy", "zero-3", "--offload"], ["--offload means nothing to zero-3"]),
         ([*SIMULATE, "--strategy", "zero-2", "--bucket-view"], ["--bucket-view means nothing to zero-2"]),
@@ -394,6 +418,9 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
             ["one CPU core: nothing can be offloaded, since host_link_gb_per_s"],
         ),
         ([*SIMULATE, "--prefetch", "2"], ["--prefetch means nothing to zero-even; it is for zero-3"]),
+        ([*SIMULATE, "--sequence", "4096"], ["--sequence 4,096: the model has learned 1,024 positions"]),
+        ([*SIMULATE, "--lora-on", "attention"], ["lora_on attention says where adapters are, and lora"]),
+        ([*SIMULATE, "--expert-load", "2"], ["expert_load=2 is of ranks that share experts"]),
         ([*SIMULATE, "--period", "2"], ["--period means nothing to zero-even; it is for local-sgd"]),
         ([*SIMULATE, "--gradient-group", "2"], ["--gradient-group means nothing to zero-even"]),
         (

@@ -332,6 +332,10 @@ def test_a_group_on_parts_of_nodes_has_the_links_of_its_own_ranks() -> None:
         # Ranks 0, 2, 4 ... of four nodes: two on each, and of 14 hops 4 of 8 leave a node.
         (16, 8, 2, 14 * (0.5 * 0.1 + 0.5 * 0.01) + 1.75 / (2 * 0.125)),
         (4, 2, 2, 2 * 0.01 + 1),  # within a node
+        # Ranks 0, 2 and 4: the last alone on its node, whose one link carries all.
+        (6, 3, 2, 4 * (2 / 3 * 0.1 + 1 / 3 * 0.01) + (4 / 3) / 0.125),
+        # Of ranks 0 and 3, 1 and 4, 2 and 5 the first two share a node, and the slowest pair does not.
+        (6, 2, 3, 2 * 0.1 + 1 / 0.125),
     ],
 )
 def test_a_group_with_a_stride_has_the_links_of_its_ranks(
@@ -339,6 +343,32 @@ def test_a_group_with_a_stride_has_the_links_of_its_ranks(
 ) -> None:
     found = ms("all_reduce", 1e6, world_size, ranks=ranks, stride=stride, algorithm="ring")
     assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("op", "world_size", "expected"),
+    [
+        ("all_reduce", 2, 2 * 0.01 + 1 / (1 / 3)),  # one of a rank's three links
+        ("all_reduce", 3, 4 * 0.01 + (4 / 3) / (2 / 3)),
+        ("all_reduce", 4, 6 * 0.01 + 1.5),
+        ("send", 4, 0.01 + 1 / (1 / 3)),
+    ],
+)
+def test_without_a_switch_a_group_uses_the_links_between_its_ranks(
+    op: str, world_size: int, expected: float
+) -> None:
+    mesh = replace(TOY, mesh=True)
+    assert ms(op, 1e6, world_size, mesh, algorithm="ring") == pytest.approx(expected)
+    assert ms("all_reduce", 1e6, 8, mesh) == ms("all_reduce", 1e6, 8), "whole nodes use all links"
+
+
+@pytest.mark.parametrize("name", ["h100-ib", "v100-ib", "mi300x-ib"])
+def test_a_device_that_computes_twice_as_fast_does_in_every_dtype(name: str) -> None:
+    device = cluster(name).device
+    for dtype in (*device.peaks, "what is not in the table"):
+        once, twice = (each.in_dtype(dtype) for each in (device, device.faster(computing=2)))
+        assert twice.compute_ms(1e12, tensors=3) == pytest.approx(once.compute_ms(1e12, tensors=3) / 2)
+    assert device.faster(memory=2).touch_ms(1e9, 3) == pytest.approx(device.touch_ms(1e9, 3) / 2)
 
 
 def test_groups_with_a_stride_that_share_a_link_take_the_time_of_all_their_bytes() -> None:

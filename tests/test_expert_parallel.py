@@ -33,7 +33,7 @@ QWEN = Scenario(MODELS["qwen3-30b-a3b"], cluster("h100-ib"), world_size=64, sequ
         ({"expert_parallel": 0}, "expert_parallel must be at least 1, got 0"),
         ({"expert_parallel": 8, "expert_load": 0.5}, "expert_load must be at least 1, got 0.5"),
         ({"expert_parallel": 8, "expert_load": 9}, "from 1 to 8 times the average; got expert_load=9"),
-        ({"expert_load": 1.5}, "from 1 to 1 times the average; got expert_load=1.5"),
+        ({"expert_load": 1.5}, "expert_load=1.5 is of ranks that share experts"),
         (
             {"expert_parallel": 8, "architecture": MODELS["llama3-8b"]},
             "expert_parallel=8: the model has no experts",

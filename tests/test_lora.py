@@ -193,3 +193,14 @@ def test_a_configurations_adapters_count_among_its_active_parameters() -> None:
     model = from_config({"model_type": "gemma3_text", **sizes, "head_dim": 8, "sliding_window": 4})
     scenario = Scenario(model, H100, 2, sequence=16, lora=2)
     assert scenario.active == scenario.numel
+
+
+def test_in_32_bits_adapters_touch_twice_the_bytes() -> None:
+    llama = TRANSFORMERS["llama3-8b"]
+    added = []
+    for itemsize in (2, 4):
+        plain, adapted = (
+            kernels(llama, batch=1, sequence=2048, itemsize=itemsize, lora=lora) for lora in (None, Lora(16))
+        )
+        added.append(adapted.forward.touched_bytes - plain.forward.touched_bytes)
+    assert added[1] == 2 * added[0] > 0

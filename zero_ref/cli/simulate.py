@@ -21,7 +21,7 @@ from zero_ref.lab.commands import MOST_OPERATIONS
 from zero_ref.lab.simulated import MFU_COUNTS, as_json, cluster_named, print_runs
 from zero_ref.lab.simulated_checkpoints import checkpoints_as_json, print_checkpoints, saved_by
 from zero_ref.simulator.cluster import CLUSTERS
-from zero_ref.simulator.models import MODELS, Architecture, from_config
+from zero_ref.simulator.models import GPT2, MODELS, Architecture, from_config
 from zero_ref.simulator.options import OptionField, from_options, options_of
 from zero_ref.simulator.recipe import LOCAL_SGD, RECIPES
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
@@ -141,14 +141,22 @@ def run_simulate(arguments: argparse.Namespace) -> int:
 
 
 def scenario_of(arguments: argparse.Namespace) -> Scenario:
-    """The scenario that the options describe."""
-    return from_options(
+    """The scenario that the options describe.
+
+    Raises:
+        CommandError: the model has learned fewer positions than a sequence has tokens.
+    """
+    scenario = from_options(
         Scenario,
         vars(arguments),
         architecture=architecture_of(arguments),
         cluster=cluster_named(arguments.cluster),
         world_size=arguments.ranks,
     )
+    model, length = scenario.architecture, scenario.tokens_of_sequence
+    if isinstance(model, GPT2) and length > model.positions:
+        raise CommandError(f"--sequence {length:,}: the model has learned {model.positions:,} positions.")
+    return scenario
 
 
 def architecture_of(arguments: argparse.Namespace) -> Architecture:
@@ -190,8 +198,9 @@ def _check_used(arguments: argparse.Namespace, strategies: Sequence[str]) -> Non
             continue
         used_by = [name for name, how in RECIPES.items() if one.is_used(how, one.kept(value))]
         if not set(used_by) & set(strategies):
+            given = f"{one.flag} {value}" if isinstance(value, str) else one.flag
             raise CommandError(
-                f"{one.flag} means nothing to {', '.join(strategies)}; it is for {', '.join(used_by)}."
+                f"{given} means nothing to {', '.join(strategies)}; it is for {', '.join(used_by)}."
             )
 
 

@@ -282,9 +282,16 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
         yield f"attention adds {share:.0%} to what the parameters' products take"
     cluster = scenario.machine
     if cluster.name in CLUSTERS:
-        yield f"supposed: {_supposed(cluster)}"
+        yield f"supposed: {_supposed(scenario)}"
     else:
         yield f"times from: {cluster.source}. They hold for the number of ranks measured there."
+    if cluster.device.peaks and scenario.computed_in not in cluster.device.peaks:
+        yield (
+            f"supposed: {cluster.device.name} multiplies {scenario.computed_in} at {cluster.device.tflops:g} "
+            f"TFLOPS; a peak is known in {', '.join(cluster.device.peaks)}: ask for one of these with --dtype"
+        )
+    if scenario.fp8:
+        yield f"MFU: of {cluster.device.tflops:g} TFLOPS, the peak in 16 bits, also where products are in FP8"
     if scenario.update == "fused" and cluster.backend == "nccl":
         yield "supposed: one fused kernel makes the update; torch's own choice on GPUs is --update foreach"
     if device_share := cluster.device.allocator_share:
@@ -308,20 +315,26 @@ def _experts(scenario: Scenario) -> str:
     )
     return (
         f"experts: {shared.ranks:,} ranks share the {shared.experts:,} of each block, "
-        f"{shared.experts // shared.ranks:,} each; in each block a rank sends "
-        f"{format_bytes(shared.row_bytes)} of rows to them and gets as much back, in forward and again in "
-        f"backward; supposed: {busiest}"
+        f"{shared.experts // shared.ranks:,} each; in each block a rank has {format_bytes(shared.row_bytes)} "
+        f"of rows for them, of which 1/{shared.ranks:,} stays on it, and gets as much back, in forward and "
+        f"again in backward{', which first repeats that of forward' * bool(shared.again)}; "
+        f"supposed: {busiest}; not counted: 8-bit rows, a row sent once to a node for several of its "
+        "ranks, and all-to-alls hidden behind computing"
     )
 
 
-def _supposed(cluster: Cluster) -> str:
+def _supposed(scenario: Scenario) -> str:
     """The shares of what data sheets promise that a preset supposes."""
+    cluster = scenario.machine
     device = cluster.device
     if device.memory_reached is None:
         return f"products at {device.reached:.0%} of {device.tflops:g} TFLOPS, links at full rate"
     attention = device.attention_reached or device.reached
+    peak = f"{device.tflops:g} TFLOPS"
+    if scenario.fp8:
+        peak = f"{device.in_dtype('fp8').tflops:g} TFLOPS in FP8 and, in the head, of {peak}"
     return (
-        f"large products at {device.reached:.0%} of {device.tflops:g} TFLOPS, attention at {attention:.0%}, "
+        f"large products at {device.reached:.0%} of {peak}, attention at {attention:.0%}, "
         f"other kernels at {device.memory_reached:.0%} of {device.memory_gb_per_s:g} GB/s, links at "
         f"{cluster.within.reached:.0%} of {cluster.within.gb_per_s:g} GB/s within nodes and "
         f"{cluster.between.reached:.0%} of {cluster.between.gb_per_s:g} between"

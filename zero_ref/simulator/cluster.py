@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -201,6 +202,22 @@ class Device:
         peak = self.peaks.get(dtype, self.tflops)
         return self if peak == self.tflops else replace(self, tflops=peak)
 
+    def faster(self, *, computing: float = 1.0, memory: float = 1.0) -> Device:
+        """The device with these multiples of its rates: of products in every dtype, and of its memory.
+
+        >>> twice = cluster("h100-ib").device.faster(computing=2)
+        >>> twice.tflops, twice.in_dtype("fp8").tflops, twice.memory_gb_per_s
+        (1978, 3958, 3350.0)
+        """
+        return replace(
+            self,
+            tflops=self.tflops * computing,
+            peaks={dtype: peak * computing for dtype, peak in self.peaks.items()},
+            overhead_us=self.overhead_us / computing,
+            memory_gb_per_s=self.memory_gb_per_s * memory,
+            update_overhead_us=self.update_overhead_us / memory,
+        )
+
     def compute_ms(self, flops: float, tensors: float = 0) -> float:
         """How long so many floating-point operations take, in forward and backward of so many tensors.
 
@@ -290,6 +307,21 @@ def _spans(ranks_per_node: int, ranks: int, groups: int) -> frozenset[_Span]:
     )
 
 
+@lru_cache(maxsize=64)
+def _strided_spans(ranks_per_node: int, ranks: int, groups: int, stride: int) -> frozenset[_Span]:
+    """The same of groups whose ranks are `stride` apart."""
+    block = ranks * stride
+    cycle = ranks_per_node // math.gcd(ranks_per_node, block)
+    firsts = (
+        at * block + offset for at in range(min(-(-groups // stride), cycle)) for offset in range(stride)
+    )
+    spans = set()
+    for first in firsts:
+        counts = Counter(rank // ranks_per_node for rank in range(first, first + block, stride)).values()
+        spans.add(_Span(len(counts), min(counts), max(counts)))
+    return frozenset(spans)
+
+
 def _span(ranks_per_node: int, first: int, ranks: int) -> _Span:
     """The nodes of consecutive ranks, the first of which has this place on its node."""
     on_first = min(ranks_per_node - first, ranks)
@@ -321,12 +353,14 @@ class Cluster:
         nvls: the switch in a node can add (NVLink SHARP), so that a rank sends and receives each element of
             an all-reduce once. "auto" then considers it.
         nvls_share: the share of `within`'s bandwidth that such sums reach.
+        mesh: `within` is a rank's links to all others of its node together, one to each, with no switch. A
+            group of fewer ranks uses fewer of them.
         disk_gb_per_s: 10^9 bytes a second that all ranks of a node together read from the storage of
             checkpoints, or write to it; None where it is not known.
         source: where the figures come from.
     Raises:
         ValueError: an unknown backend or operation, a node without ranks, a share above 1 or a rate of 0.
-        TypeError: `ranks_per_node` is no whole number, or `shared` or `overlaps` no bool.
+        TypeError: `ranks_per_node` is no whole number, or `shared`, `overlaps`, `nvls` or `mesh` no bool.
     """
 
     name: str
@@ -343,6 +377,7 @@ class Cluster:
     protocols: tuple[Protocol, ...] = ()
     nvls: bool = False
     nvls_share: float = NVLS_SHARE
+    mesh: bool = False
     disk_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -356,7 +391,7 @@ class Cluster:
             raise ValueError(f"{self.name}: nvls_share is above 0 up to 1, got {self.nvls_share:g}.")
         if self.disk_gb_per_s is not None:
             check_number(f"{self.name}: disk_gb_per_s", self.disk_gb_per_s, above=True)
-        for what in ("shared", "overlaps", "nvls"):
+        for what in ("shared", "overlaps", "nvls", "mesh"):
             if not isinstance(getattr(self, what), bool):
                 raise TypeError(f"{what} must be True or False, got {getattr(self, what)!r}.")
         for op in self.link_of_op:
@@ -410,7 +445,8 @@ class Cluster:
             ranks: the size of the groups that each make this call; the time is that of the slowest group.
                 None for one call of all ranks.
             stride: from one rank of a group to the next: 8 for groups of the first ranks of all nodes with 8,
-                of the second ranks, and so on. Each rank then uses its own outer link.
+                of the second ranks, and so on. Each rank then uses its own outer link. Of a stride that does
+                not divide a node, groups may have more ranks on some nodes than on others.
         Raises:
             ValueError: as `traffic`, or the ranks cannot be divided into such groups.
         Source: a ring through all nodes crosses from each node to the next once; the tree and its share of a
@@ -431,10 +467,11 @@ class Cluster:
             loads = {one: load._replace(rounds=min(load.rounds, 1)) for one, load in loads.items()}
         # The groups of a node that call at the same time divide a bandwidth that all its ranks share.
         at_once = min(self.ranks_per_node, world_size) / ranks if self.shared else None
-        spans = _spans(self.ranks_per_node, ranks, world_size // ranks)
-        if stride > 1:
-            on_node = min(max(self.ranks_per_node // stride, 1), ranks)
-            spans = frozenset([_Span(-(-ranks // on_node), on_node, on_node)])
+        groups = world_size // ranks
+        if stride == 1:
+            spans = _spans(self.ranks_per_node, ranks, groups)
+        else:
+            spans = _strided_spans(self.ranks_per_node, ranks, groups, stride)
         if not any(load.rounds for load in loads.values()):
             return 0.0
         return self.call_us / 1e3 + max(
@@ -467,6 +504,9 @@ class Cluster:
         # What was measured for an exchange holds for an all-to-all too, unless that was measured itself.
         alike = "exchange" if op in PAIRWISE else op
         within = self.link_of_op.get(op) or self.link_of_op.get(alike) or self.within
+        if self.mesh and span.most > 1:
+            used = 1 if op == "send" else span.most - 1
+            within = within.scaled(bandwidth=used / (self.ranks_per_node - 1))
         if op in (*PAIRWISE, "send"):
             if span.nodes == 1:
                 return within.ms(load.rounds, inside_bytes)

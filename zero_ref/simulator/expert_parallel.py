@@ -69,6 +69,8 @@ def check_experts(
         raise ValueError(
             f"the busiest of {expert_parallel} ranks gets from 1 to {expert_parallel} times the average; got "
             f"expert_load={expert_load:g}."
+            if expert_parallel > 1
+            else f"expert_load={expert_load:g} is of ranks that share experts: give expert_parallel, above 1."
         )
     if expert_parallel == 1:
         return

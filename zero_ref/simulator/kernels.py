@@ -390,7 +390,7 @@ def kernels(
         computed_again = computed_again.plus(of_experts.times(1 - again.products))
     gradients = 1 if lora else 2  # of a product's operand, and of its weight
     if lora:
-        adapters = _adapters(architecture, tokens, lora, costs)
+        adapters = _adapters(architecture, tokens, lora, costs, scale)
         others, attended_back = others.plus(adapters.forward), attended_back.plus(adapters.backward)
         computed_again = computed_again.plus(adapters.forward.times(again.blocks * again.products))
     back = matrices.times(gradients).plus(attended_back)
@@ -421,16 +421,20 @@ class _Adapters(NamedTuple):
     backward: Pass
 
 
-def _adapters(architecture: Transformer, tokens: int, lora: Lora, costs: Costs) -> _Adapters:
-    """Two small products for each adapted weight, whose result is added to that weight's."""
+def _adapters(architecture: Transformer, tokens: int, lora: Lora, costs: Costs, scale: float) -> _Adapters:
+    """Two small products for each adapted weight, whose result is added to that weight's.
+
+    Args:
+        scale: bytes of an element, as a multiple of the two that `costs` counts with.
+    """
     products: list[Product] = []
     forward = backward = 0.0
     for layer in architecture.layers:
         for one in filter(lora.adapts, matrices_of(layer)):
             products.append(Product(tokens, one.inputs, lora.rank, float(layer.number)))
             products.append(Product(tokens, lora.rank, one.outputs, float(layer.number)))
-            forward += layer.number * tokens * one.outputs * costs.add[0]
-            backward += layer.number * tokens * one.inputs * costs.add[1]
+            forward += scale * layer.number * tokens * one.outputs * costs.add[0]
+            backward += scale * layer.number * tokens * one.inputs * costs.add[1]
     made = Pass(tuple(products), 0.0, forward)
     return _Adapters(made, made.times(2, touched=0).touching(backward))
 

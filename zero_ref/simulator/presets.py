@@ -139,6 +139,7 @@ CLUSTERS: dict[str, dict[str, Any]] = {
         "device": "MI300X",
         "ranks_per_node": 8,
         "within": "Infinity Fabric of an MI300X",
+        "mesh": True,
         "between": "InfiniBand, 400 Gb/s",
         "disk_gb_per_s": 10,
         "source": "8 MI300X, each connected with each by 128 GB/s both ways together "

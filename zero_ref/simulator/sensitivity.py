@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_ref.simulator._checks import check_name
-from zero_ref.simulator.cluster import Cluster, Device, Link
+from zero_ref.simulator.cluster import Cluster, Link
 from zero_ref.simulator.play import play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.schedule import MIB, Schedule
@@ -43,16 +43,6 @@ class Setting:
             )
 
 
-def _faster(device: Device, *, computing: float = 1.0, memory: float = 1.0) -> Device:
-    return replace(
-        device,
-        tflops=device.tflops * computing,
-        overhead_us=device.overhead_us / computing,
-        memory_gb_per_s=device.memory_gb_per_s * memory,
-        update_overhead_us=device.update_overhead_us / memory,
-    )
-
-
 def _closer(one: Cluster, scale: float) -> Cluster:
     """Each link's share of its rate multiplied, up to all of it."""
 
@@ -76,8 +66,8 @@ _OF_CLUSTER: dict[str, Callable[[Cluster, float], Cluster]] = {
         one.with_links(bandwidth=scale), between=one.between
     ),
     "bandwidth between nodes": lambda one, scale: replace(one, between=one.between.scaled(bandwidth=scale)),
-    "compute": lambda one, scale: replace(one, device=_faster(one.device, computing=scale)),
-    "memory bandwidth": lambda one, scale: replace(one, device=_faster(one.device, memory=scale)),
+    "compute": lambda one, scale: replace(one, device=one.device.faster(computing=scale)),
+    "memory bandwidth": lambda one, scale: replace(one, device=one.device.faster(memory=scale)),
     "share of links": _closer,
     "share of products": lambda one, scale: _with_share(one, "reached", scale),
     "share of attention": lambda one, scale: _with_share(one, "attention_reached", scale),

@@ -119,11 +119,7 @@ def four_cases(machine: Cluster) -> list[Cluster]:
     """
     cases = []
     for computing, sending in product(TIME.around(1.0), repeat=2):
-        device = replace(
-            machine.device,
-            tflops=machine.device.tflops / computing,
-            memory_gb_per_s=machine.device.memory_gb_per_s / computing,
-        )
+        device = machine.device.faster(computing=1 / computing, memory=1 / computing)
         links = machine.with_links(latency=sending, bandwidth=1 / sending)
         cases.append(replace(links, device=device))
     return cases

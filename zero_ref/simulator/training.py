@@ -224,6 +224,10 @@ class Training:
         self._check_products()
         if self.lora is not None:
             self._check_adapters()
+        elif self.lora_on != "all-linear":
+            raise ValueError(
+                f"lora_on {self.lora_on} says where adapters are, and lora, their rank, is not given."
+            )
 
     def _check_adapters(self) -> None:
         """Refuse LoRA where it is not simulated."""
