@@ -253,7 +253,10 @@ def test_running_says_what_is_on_a_rank_that_shares_experts_and_what_it_sends() 
     said = text_of("book/running.md")
     assert "has 30.5 billion parameters, and a token goes through 3.4 billion of them" in said
     assert "has 16 of the 128 experts of each block and everything else, 5.2 billion parameters" in said
-    assert "all 64 do so with the rest. In each block a rank sends 134 MB of rows" in said
+    assert (
+        "all 64 do so with the rest. In each block a rank has 134 MB of rows for experts, of which an eighth"
+        in said
+    )
     assert "gets 1.3 times as many rows" in said
 
 

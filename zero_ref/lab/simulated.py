@@ -19,6 +19,7 @@ from zero_ref.simulator.options import values_of
 from zero_ref.simulator.recipe import LOCAL_SGD
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
 from zero_ref.simulator.sensitivity import SWITCH
+from zero_ref.simulator.training import DTYPES
 
 MFU_COUNTS = (
     "6 operations for each token and each parameter that it goes through, and those of attention over whole "
@@ -293,7 +294,11 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
     if scenario.fp8:
         yield f"MFU: of {cluster.device.tflops:g} TFLOPS, the peak in 16 bits, also where products are in FP8"
     if scenario.update == "fused" and cluster.backend == "nccl":
-        yield "supposed: one fused kernel makes the update; torch's own choice on GPUs is --update foreach"
+        converts = DTYPES[scenario.dtype] == 2 and scenario.masters
+        yield (
+            f"supposed: one fused kernel makes the update{', which converts gradients on the way' * converts}; "
+            "torch's own choice on GPUs is --update foreach"
+        )
     if device_share := cluster.device.allocator_share:
         yield f"supposed: the allocator reserves {device_share:.0%} more than is allocated"
     for part, numel in list(parts_of(scenario.architecture).items())[1:]:

@@ -223,8 +223,9 @@ class RankWork(Training):
         (28, 30)
 
         A fused one beside 32-bit masters reads gradients as they are, and writes 16-bit parameters beside
-        the masters. Else gradients are first converted to 32 bits, and parameters from them at the end: 6
-        bytes each.
+        the masters, as the kernels of Apex do. Else gradients are first converted to 32 bits, and parameters
+        from them at the end: 6 bytes each. torch's own fused kernels need that too: `peak` counts the memory
+        of the converted gradients for every kernel, and the time of a fused one leaves these 12 bytes out.
         """
         itemsize = DTYPES[self.dtype]
         of_kernels = self._state_itemsize * update_kernels(self.optimizer, self.update).touched
