@@ -294,10 +294,10 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
     if scenario.fp8:
         yield f"MFU: of {cluster.device.tflops:g} TFLOPS, the peak in 16 bits, also where products are in FP8"
     if scenario.update == "fused" and cluster.backend == "nccl":
-        converts = DTYPES[scenario.dtype] == 2 and scenario.masters
+        converts = ", and converts gradients on the way" * (DTYPES[scenario.dtype] == 2 and scenario.masters)
         yield (
-            f"supposed: one fused kernel makes the update{', which converts gradients on the way' * converts}; "
-            "torch's own choice on GPUs is --update foreach"
+            f"supposed: one fused kernel makes the update{converts}; torch's own choice on GPUs is --update "
+            "foreach"
         )
     if device_share := cluster.device.allocator_share:
         yield f"supposed: the allocator reserves {device_share:.0%} more than is allocated"
