@@ -165,6 +165,14 @@ def around_ddp(model):
     return ZeroRedundancyOptimizer(model.parameters(), ADAMW, **planted.OPTIONS), model
 
 
+def test_options_that_are_not_those_of_the_plain_loop_are_named():
+    plain = {"lr": 0.001, "weight_decay": planted.OPTIONS["weight_decay"]}
+    report = examined(RIGHT["even"], ranks=(2,), only=["plain"], options=plain)
+    assert report.departures[0].causes == (
+        f"the program's optimizer has lr={planted.OPTIONS['lr']:g} and not 0.001, which the plain loop's has",
+    )
+
+
 def test_buffers_that_are_not_sent_are_found():
     report = examined(planted.ddp_buffers_apart, ranks=(2,), only=["plain", "buffers"])
     assert len(report.departures) == 1, str(report)

@@ -263,21 +263,23 @@ class _Doctor:
         if isinstance(played, Refused):
             self.not_tried.append(NotTried(trial.name, played.reason, (number,)))
             return
-        parts, model = played
+        parts, model, options = played
         try:
-            self.compare(case, model, (number, second), parts)
+            self.compare(case, model, (number, second), parts, options)
         except Exception as error:
             reason = f"the plain loop itself raises {type(error).__name__}: {error}"
             self.not_tried.append(NotTried(trial.name, reason, (number,)))
         else:
             self.tried.append((trial.name, number))
 
-    def play(self, case: Case, number: int, second: int) -> Refused | tuple[list[Part], nn.Module]:
+    def play(
+        self, case: Case, number: int, second: int
+    ) -> Refused | tuple[list[Part], nn.Module, dict[str, Any]]:
         """Run the program on real ranks.
 
         Returns:
-            What the ranks noted, before and after a save, and the model as it was at first. Refused: the
-            program cannot do the trial.
+            What the ranks noted, before and after a save, the model as it was at first, and the options of
+            the program's optimizer. Refused: the program cannot do the trial.
         """
         reloads = next((step.number for step in case.trial.steps if step.reloads), 0)
         with tempfile.TemporaryDirectory(prefix="zero_ref-doctor-") as folder:
@@ -287,6 +289,7 @@ class _Doctor:
                 calls = [(replace(case, last=reloads), number), (replace(case, first=reloads), second)]
             parts: list[Part] = []
             module: Any = None
+            options: dict[str, Any] = {}
             for call, size in calls:
                 if self.fresh:
                     lab_ranks.shutdown()
@@ -301,10 +304,18 @@ class _Doctor:
                     assert isinstance(outcome, Played)
                     traces.append(outcome.trace)
                     module = module or outcome.module
+                    options = options or outcome.options
                 parts.append(Part(traces))
-        return parts, module if case.own else Model(case.trial.shape, case.seed)
+        return parts, module if case.own else Model(case.trial.shape, case.seed), options
 
-    def compare(self, case: Case, model: nn.Module, ranks: tuple[int, int], observed: list[Part]) -> None:
+    def compare(
+        self,
+        case: Case,
+        model: nn.Module,
+        ranks: tuple[int, int],
+        observed: list[Part],
+        options: dict[str, Any],
+    ) -> None:
         """Compare what the ranks noted with the plain loop, and explain what departs."""
 
         def loop(noise: Noise | None = None) -> list[Part]:
@@ -316,7 +327,9 @@ class _Doctor:
         bounds = bounds_of(expected, [loop(Noise(run)) for run in range(NOISY_RUNS)])
         where: Where | None = first_departure(observed, expected, bounds)
         if where is not None:
-            patient = Patient(case, model, self.make, ranks, self.masters, observed, expected, bounds, where)
+            patient = Patient(
+                case, model, self.make, ranks, self.masters, observed, expected, bounds, where, options
+            )
             found = self.causes.of(patient)
             values = observed[where.part].traces[0][0].tensors
             numels = {name: value.numel() for name, value in values.items() if value is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import nn, optim
@@ -21,6 +21,7 @@ class Patient:
         ranks: before the save and after it, as for `PlainLoop`.
         observed, expected: what the program's ranks noted, and what the plain loop gives.
         where: the first departure.
+        options: of the program's optimizer, as `on_rank.options_of` reads them.
     """
 
     case: Case
@@ -32,6 +33,7 @@ class Patient:
     expected: list[Part]
     bounds: Bounds
     where: Where
+    options: dict[str, Any] = field(default_factory=dict)
 
     def any_step(self, of_step: Callable[[Any], Any]) -> bool:
         """Whether one of the trial's steps up to the departure has something."""

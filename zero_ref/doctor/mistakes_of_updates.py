@@ -11,6 +11,7 @@ import torch
 from torch import nn, optim
 
 from zero_ref.doctor.mistake import OTHERS, Mistake, Patient, optimizers_in, updates_elements
+from zero_ref.doctor.on_rank import options_of
 from zero_ref.doctor.plain import Copy
 from zero_ref.doctor.trials import Step
 
@@ -59,6 +60,27 @@ class OptionsLost(Mistake):
         for group in optimizer.param_groups:
             group.update({option: value for option, value in self.lost.items() if option in group})
         return optimizer
+
+
+class OtherOptions(OptionsLost):
+    """The program's optimizer has other options than the plain loop's, and says so in its groups."""
+
+    says = "the program's optimizer has other options than the plain loop's"
+    last_resort = True
+
+    @classmethod
+    def variants(cls, patient: Patient) -> Iterator[tuple[str, dict[str, Any]]]:
+        plain = options_of(patient.optimizer())
+        other = {
+            option: value
+            for option, value in patient.options.items()
+            if option in plain and value != plain[option]
+        }
+        if other:
+            differing = ", ".join(
+                f"{in_words(option, value)} and not {plain[option]}" for option, value in other.items()
+            )
+            yield f"the program's optimizer has {differing}, which the plain loop's has", {"lost": other}
 
 
 class OptionOfAnotherGroup(Mistake):
@@ -324,6 +346,6 @@ class BuffersApart(Mistake):
 
 
 MISTAKES: tuple[type[Mistake], ...] = (
-    OptionsLost, OptionOfAnotherGroup, AddedOptionsLost, AnotherClass, CutMatrix, OtherMasters, NotScheduled,
-    BuffersApart, ValuesRounded, ValuesRoundedWhenSent, SteppedTwice, StepCountOff,
+    OptionsLost, OtherOptions, OptionOfAnotherGroup, AddedOptionsLost, AnotherClass, CutMatrix, OtherMasters,
+    NotScheduled, BuffersApart, ValuesRounded, ValuesRoundedWhenSent, SteppedTwice, StepCountOff,
 )  # fmt: skip

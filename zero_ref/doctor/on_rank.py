@@ -112,10 +112,30 @@ class Played:
 
     Attributes:
         module: where the program has a model of its own, a copy of it as it was at first.
+        options: numbers that all groups of the program's optimizer agree on, by their names.
     """
 
     trace: Trace
     module: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def options_of(optimizer: Any) -> dict[str, Any]:
+    """The options that are numbers, or pairs of them, and the same in all groups of an optimizer.
+
+    >>> import torch
+    >>> found = options_of(torch.optim.SGD([torch.zeros(1)], lr=0.5))
+    >>> found["lr"], found["momentum"]
+    (0.5, 0)
+    """
+    groups = [group for group in getattr(optimizer, "param_groups", ()) if isinstance(group, dict)]
+    found = {}
+    for name, value in (groups[0] if groups else {}).items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        is_number = numbers and all(type(one) in (int, float) for one in numbers)
+        if is_number and all(group.get(name) == value for group in groups):
+            found[name] = value
+    return found
 
 
 class Player:
@@ -134,6 +154,7 @@ class Player:
         if reason := self.program.refuses(case.trial.name):
             return Refused(reason)
         module = copy.deepcopy(self.program.model) if case.own and case.first == 0 else None
+        options = options_of(self.program.optimizer)
         if case.first == 0:
             self.note(0, "start", self.program.values())
         else:
@@ -146,7 +167,7 @@ class Player:
         if case.last < len(steps):
             self.doing = "save"
             self.save(Path(case.folder))
-        return Played(self.trace, module)
+        return Played(self.trace, module, options)
 
     def make(self) -> Program:
         """A new program."""
