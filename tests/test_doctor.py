@@ -149,7 +149,9 @@ def test_each_mistake_departs_and_is_explained_by_itself(mistake):
     whole = Model(case.trial.shape, 0)
     right = PlainLoop(case, whole, make, (2, 2)).play()
     bounds = bounds_of(right, [])
-    patient = Patient(case, whole, make, (2, 2), False, right, right, bounds, at_the_end(case))
+    patient = Patient(
+        case, whole, make, (2, 2), False, right, right, bounds, at_the_end(case), options={"lr": 0.03}
+    )
     assert mistake.applies(patient)
     departing = 0
     for says, chosen in mistake.variants(patient):
