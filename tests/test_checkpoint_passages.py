@@ -263,7 +263,7 @@ def test_the_table_fits_into_80_columns_and_says_what_is_supposed(capsys: pytest
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--compare", "ddp"], "Under ddp, with these options, it has none."),
+        (["--compare", "ddp"], "Under ddp, with these options, elements have no owner."),
         (["--offload"], "Leave out --offload"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Chapter 19's graders: which cause gives what was seen, and a step about which the doctor is silent."""
+"""Chapter 19's graders: which cause gives what was seen, and a step that passes the doctor."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ def saved_by(scenario: Scenario, strategy: str) -> Saved:
     if not isinstance(owned, Partition):
         raise ValueError(
             "--checkpoint is about one state that ranks share, each element of it with one owner. Under "
-            f"{strategy}, with these options, it has none. Choose zero-even or another strategy with owners."
+            f"{strategy}, with these options, elements have no owner. Choose zero, zero-bucket, zero-even or "
+            "zero-2, without --expert-parallel."
         )
     if scenario.offload:
         raise ValueError(
