@@ -360,6 +360,14 @@ def test_without_a_switch_a_group_uses_the_links_between_its_ranks(
     mesh = replace(TOY, mesh=True)
     assert ms(op, 1e6, world_size, mesh, algorithm="ring") == pytest.approx(expected)
     assert ms("all_reduce", 1e6, 8, mesh) == ms("all_reduce", 1e6, 8), "whole nodes use all links"
+    measured = replace(mesh, link_of_op={op: TOY.within})
+    assert ms(op, 1e6, world_size, measured, algorithm="ring") == ms(op, 1e6, world_size, algorithm="ring")
+
+
+def test_without_a_switch_the_fewest_ranks_on_a_node_set_the_pace() -> None:
+    # Two groups of 6: four ranks on one node and two on the other, which have one of three links.
+    mesh = replace(TOY, mesh=True, within=Link(0, 1), between=Link(0, 1000))
+    assert ms("all_gather", 1e6, 12, mesh, ranks=6) == pytest.approx(5 / 6 * 3)
 
 
 @pytest.mark.parametrize("name", ["h100-ib", "v100-ib", "mi300x-ib"])

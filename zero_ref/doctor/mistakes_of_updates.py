@@ -77,10 +77,10 @@ class OtherOptions(OptionsLost):
             if option in plain and value != plain[option]
         }
         if other:
-            differing = ", ".join(
-                f"{in_words(option, value)} and not {plain[option]}" for option, value in other.items()
+            ours, theirs = (
+                ", ".join(in_words(option, of[option]) for option in other) for of in (other, plain)
             )
-            yield f"the program's optimizer has {differing}, which the plain loop's has", {"lost": other}
+            yield f"the program's optimizer has {ours}, and the plain loop's has {theirs}", {"lost": other}
 
 
 class OptionOfAnotherGroup(Mistake):

@@ -503,10 +503,7 @@ class Cluster:
         inside_bytes = load.busiest_bytes if at_once is None else load.total_bytes * at_once
         # What was measured for an exchange holds for an all-to-all too, unless that was measured itself.
         alike = "exchange" if op in PAIRWISE else op
-        within = self.link_of_op.get(op) or self.link_of_op.get(alike) or self.within
-        if self.mesh and span.most > 1:
-            used = 1 if op == "send" else span.most - 1
-            within = within.scaled(bandwidth=used / (self.ranks_per_node - 1))
+        within = self.link_of_op.get(op) or self.link_of_op.get(alike) or self._inner(op, span)
         if op in (*PAIRWISE, "send"):
             if span.nodes == 1:
                 return within.ms(load.rounds, inside_bytes)
@@ -526,6 +523,14 @@ class Cluster:
             inside_ms + node.ms(hops_outside, 0),
             within.ms(hops_inside, 0) + node.ms(hops_outside, load.busiest_bytes),
         )
+
+    def _inner(self, op: str, span: _Span) -> Link:
+        """The link between a group's ranks on a node; of a mesh, where the group has the fewest links."""
+        together = span.most if span.fewest == 1 else span.fewest
+        if not self.mesh or together == 1:
+            return self.within
+        used = 1 if op == "send" else together - 1
+        return self.within.scaled(bandwidth=used / (self.ranks_per_node - 1))
 
     def _by_nodes_ms(
         self, algorithm: str, load: Traffic, ranks: int, within: Link, inside_bytes: float, span: _Span
