@@ -321,8 +321,8 @@ def _experts(scenario: Scenario) -> str:
     return (
         f"experts: {shared.ranks:,} ranks share the {shared.experts:,} of each block, "
         f"{shared.experts // shared.ranks:,} each; in each block a rank has {format_bytes(shared.row_bytes)} "
-        f"of rows for them, of which 1/{shared.ranks:,} stays on it. Rows travel there and back in forward and "
-        f"in backward{', and once more where backward computes a block again' * bool(shared.again)}; "
+        f"of rows for them, of which 1/{shared.ranks:,} stays on it. Rows travel there and back in forward "
+        f"and in backward{', and once more where backward computes a block again' * bool(shared.again)}; "
         f"supposed: {busiest}; not counted: 8-bit rows, a row sent once to a node for several of its "
         "ranks, and all-to-alls hidden behind computing"
     )
