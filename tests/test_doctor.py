@@ -2,8 +2,10 @@
 
 import functools
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -277,8 +279,41 @@ def test_junit_has_a_case_for_each_trial():
 
 def test_a_report_without_departures_is_healthy():
     report = report_with()
-    report.check()
+    report.check(strict=True)
     assert str(report).startswith("mine on 2 ranks: healthy")
+
+
+def test_a_report_in_which_nothing_was_tried_is_not_healthy():
+    report = replace(report_with(not_tried=[NotTried("clipping", "it has no norm", (2,), True)]), tried=())
+    assert str(report).startswith("mine on 2 ranks: nothing could be tried")
+    with pytest.raises(AssertionError, match="clipping: it has no norm"):
+        report.check()
+
+
+def test_a_program_that_raises_is_not_said_to_depart():
+    report = report_with(raised=[Raised("scheduler", 2, 1, "KeyError: 'lr'", "rank 1 raised KeyError")])
+    assert str(report).startswith("mine on 2 ranks: raises or hangs")
+
+
+def test_a_strict_check_fails_for_what_the_program_refuses_and_not_for_what_was_left_out():
+    report_with(not_tried=[NotTried("buffers", "left out", (2,))]).check(strict=True)
+    refused = report_with(not_tried=[NotTried("buffers", "it has no wrapper", (2, 3), refused=True)])
+    refused.check()
+    with pytest.raises(AssertionError, match="refused buffers, and the check is strict"):
+        refused.check(strict=True)
+
+
+def test_a_tensor_that_is_not_there_is_said_to_be_missing():
+    case = case_of("plain")
+    observed = PlainLoop(case, Model(case.trial.shape, 0), make, (2, 2)).play()
+    cut = {"first.weight": torch.zeros(30), "second.bias": torch.full((5,), float("nan"))}
+    trace = observed[0].traces[1]
+    trace[-1] = replace(trace[-1], tensors=trace[-1].tensors | cut)
+    missing, nan = patient_of(case, observed).where.places
+    assert (missing.parameter, missing.observed, missing.stop) == ("first.weight", None, 60)
+    found = replace(departed(), places=(missing,))
+    assert "rank 1 has no such tensor, or one of another shape: a Program gives whole ones" in str(found)
+    assert "\n  nan on rank 1 and not " in str(replace(departed(), places=(nan,)))
 
 
 # ---------------------------------------------------------------------------------------------- mistakes
@@ -337,6 +372,19 @@ def test_a_raise_statement_is_told_from_an_operation_that_failed():
 
 
 # ---------------------------------------------------------------------------------------- the command
+
+
+def test_the_help_names_every_trial(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--help"])
+    named = re.search(r"Trials: ([^.]*)\.", " ".join(capsys.readouterr().out.split()))
+    assert named[1].split(", ") == list(doctor.TRIALS)
+
+
+def test_the_page_names_every_mistake_that_the_doctor_knows():
+    _, _, after = Path("book/doctor.md").read_text("utf-8").partition("## The mistakes that it knows")
+    listed = re.findall(r"^- (.*)$", after.split("\n## ")[0], re.M)
+    assert listed == [mistake.says for mistake in MISTAKES]
 
 
 def test_options_are_literals_or_text():

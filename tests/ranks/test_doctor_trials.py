@@ -218,8 +218,9 @@ def test_an_exception_on_one_rank_is_a_finding_with_its_place():
 
 
 def test_a_refusal_of_all_ranks_is_not_tried():
-    report = examined(RefusesToClip, ranks=(2,), only=["clipping"])
+    report = examined(RefusesToClip, ranks=(2,), only=["clipping", "scheduler"])
     assert report.healthy
+    assert [one.trial for one in report.refused] == ["clipping"]
     reasons = {one.trial: one.reason for one in report.not_tried}
     assert reasons["clipping"] == "all ranks refuse it: ValueError: this optimizer does not clip"
 
@@ -249,8 +250,9 @@ def test_a_trial_that_the_plain_loop_cannot_play_is_not_tried():
 
 
 def test_what_a_program_cannot_do_is_not_tried():
-    reasons = {one.trial: one.reason for one in examined(CannotClip, ranks=(2,), only=["clipping"]).not_tried}
-    assert reasons["clipping"] == "it has no norm"
+    report = examined(CannotClip, ranks=(2,), only=["clipping"])
+    assert [(one.trial, one.reason) for one in report.refused] == [("clipping", "it has no norm")]
+    assert not report.healthy  # nothing was tried
 
 
 def test_a_rank_that_hangs_is_named_within_the_time_out(impatient):
@@ -283,6 +285,40 @@ def loss(model, batch):
 def own_model_unaveraged():
     model, optimizer, _ = own_model()
     return model, optimizer, model
+
+
+class LooksAtTheLoss(doctor.Program):
+    """It finds by itself on all ranks that one rank's loss is no number, and its data are whole numbers."""
+
+    def backward(self, loss):
+        super().backward(loss)
+        self.lost = loss.detach().clone()
+
+    def skips(self, is_nan):
+        dist.all_reduce(self.lost)
+        return bool(self.lost.isnan())
+
+
+def own_tokens():
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 6), torch.nn.Linear(6, 11))
+    ddp = DDP(model)
+    return LooksAtTheLoss(ZeroRedundancyOptimizer(ddp.parameters(), ADAMW, **planted.OPTIONS), model, ddp)
+
+
+def tokens(rank, number):
+    return torch.randint(11, (2, 8), generator=torch.Generator().manual_seed(1000 * rank + number))
+
+
+def next_token(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def test_a_loss_is_nan_also_where_data_are_whole_numbers():
+    own = {"batch": tokens, "loss": next_token, "only": ["plain", "NaN step"]}
+    report = examined(own_tokens, ranks=(2,), **own)
+    assert report.healthy, str(report)
+    assert report.tried == (("plain", 2), ("NaN step", 2))
 
 
 def test_a_program_with_a_model_of_its_own_is_held_against_its_plain_loop():

@@ -18,8 +18,11 @@ def register_doctor(subparsers: Subparsers) -> None:
         description="Run a factory's optimizer on real ranks, and compare it with the plain loop: one "
         "process with the data of all ranks. Say the first step, parameter, rank and range that departs, and "
         "the likely cause. Ends with code 0 if nothing departs, 1 if something departs or the program raises "
-        "or hangs, 2 if nothing could be tried. The file is run with your rights.",
-        epilog="book/doctor.md has the names of the trials, and so has the error about an unknown name.",
+        "or hangs, 2 if nothing could be tried or an argument is wrong. The file is run with your rights.",
+        epilog="Trials: plain, accumulation, clipping, scheduler, group added, frozen layer, save and load, "
+        "another world size, unused parameters, unused on a rank, mixed dtypes, tied weights, zero_grad, "
+        "NaN step, exception, buffers. A name of several words needs quotation marks. FILE.py:FACTORY comes "
+        "first. book/doctor.md says what each trial does.",
     )
     parser.add_argument(
         "factory", metavar="FILE.py:FACTORY", help="a function that takes a model, and returns the "
@@ -57,6 +60,9 @@ def register_doctor(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--without", nargs="+", default=[], metavar="TRIAL", help="leave out these trials")
     parser.add_argument("--only", nargs="+", metavar="TRIAL", help="try only these trials")
+    parser.add_argument(
+        "--strict", action="store_true", help="end with code 1 also if the program refuses a trial"
+    )
     parser.add_argument(
         "--masters", action="store_true", help="the plain optimizer steps 32-bit copies of 16-bit parameters"
     )
@@ -100,6 +106,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         write_text("--picture", arguments.picture, report.departures[0].picture().svg())
     if not report.tried:
         raise CommandError("nothing could be tried: the report says why.")
+    if report.healthy and arguments.strict and report.refused:
+        raise CommandError(report.refusals, code=1)
     return 0 if report.healthy else 1
 
 

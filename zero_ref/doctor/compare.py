@@ -29,7 +29,8 @@ class Place:
         departing: how many elements between them do.
         ulps: the largest difference, in units in the last place of what was expected.
         allowed_ulps: the difference that reordered sums explain there.
-        observed, expected: the values where the difference is largest.
+        observed, expected: the values where the difference is largest. `observed` is None if the program has
+            no tensor of this name, or one of another shape.
     """
 
     parameter: str
@@ -40,7 +41,7 @@ class Place:
     departing: int
     ulps: float
     allowed_ulps: float
-    observed: float
+    observed: float | None
     expected: float
 
 
@@ -131,7 +132,8 @@ def _places(
             if differs is not None and differs.any() and values is not None and right is not None:
                 yield _place(name, rank, values, right, differs, bound)
             elif differs is None and right is not None:
-                yield Place(name, rank, 0, right.numel(), right.numel(), right.numel(), float("inf"), 0, 0, 0)
+                numel = right.numel()
+                yield Place(name, rank, 0, numel, numel, numel, float("inf"), 0, None, 0)
 
 
 def _place(

@@ -199,7 +199,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def is_refusal(error: lab_ranks.RankError, number: int) -> bool:
+def is_refusal(error: lab_ranks.RankError) -> bool:
     """Whether all ranks raised the same error by a `raise` statement; numbers in its text may differ."""
     if BY_RAISE not in str(error):
         return False
@@ -249,10 +249,9 @@ class _Doctor:
         try:
             played = self.play(case, number, second)
         except lab_ranks.RankError as error:
-            if trial.name != "plain" and is_refusal(error, number):
-                self.not_tried.append(
-                    NotTried(trial.name, f"all ranks refuse it: {error.summary}", (number,))
-                )
+            if trial.name != "plain" and is_refusal(error):
+                reason = f"all ranks refuse it: {error.summary}"
+                self.not_tried.append(NotTried(trial.name, reason, (number,), refused=True))
                 return
             self.hangs += error.summary == "timed out"
             self.tried.append((trial.name, number))
@@ -261,7 +260,7 @@ class _Doctor:
             self.raised.append(Raised(trial.name, number, error.rank, error.summary, text))
             return
         if isinstance(played, Refused):
-            self.not_tried.append(NotTried(trial.name, played.reason, (number,)))
+            self.not_tried.append(NotTried(trial.name, played.reason, (number,), refused=True))
             return
         parts, model, options = played
         try:

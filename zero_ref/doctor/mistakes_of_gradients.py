@@ -24,7 +24,7 @@ def scaled(grad: Grad, factor: float) -> Grad:
 class Scaled(Mistake):
     """The mean gradient is multiplied by a number."""
 
-    says = "gradients are scaled"
+    says = "gradients are summed and not averaged, or averaged twice, over ranks or micro-batches"
     factor: float
 
     @classmethod
@@ -177,7 +177,7 @@ class OneUseOfTied(Mistake):
         lost = ("head", "embedding") if self.lost == "both" else (self.lost,)
         for rank, loss in enumerate(super().losses(step, micro)):
             model = self.copy_of(rank).model
-            data = self.case.data(step, micro, rank, self.ranks)
+            data = self.case.data(step, micro, rank)
             part = model({name: data[name] for name in lost}) * self.times
             yield loss + part - part.detach()
 

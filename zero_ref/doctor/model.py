@@ -12,7 +12,6 @@ import functools
 import math
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import torch
 from torch import nn
@@ -96,12 +95,13 @@ class Model(nn.Module):
         parts = []
         for name, (inputs, targets) in batch.items():
             layer = self.get_submodule(name)
-            dtype = next(layer.parameters()).dtype
-            parts.append((layer(inputs.to(dtype)) * targets.to(dtype)).sum().float())
+            param = next(layer.parameters())
+            inputs, targets = (one.to(param.device, param.dtype) for one in (inputs, targets))
+            parts.append((layer(inputs) * targets).sum().float())
         if self.counts:
             parts.append(self.seen.sum() * ODD)
             with torch.no_grad():
-                self.seen.add_(batch["first"][0][0, :3])
+                self.seen.add_(batch["first"][0][0, :3].to(self.seen.device))
         return torch.stack(parts).sum()
 
 
@@ -150,14 +150,3 @@ def drawn(key: str, widths: tuple[int, int], factor: int, quiet: float) -> tuple
     )
     targets[:, slice(None) if key.endswith(".quiet") else 0] *= quiet
     return inputs, targets * factor
-
-
-def spoilt(batch: Any) -> Any:
-    """The same batch with NaN wherever it has floating-point numbers, whatever containers it consists of."""
-    if isinstance(batch, torch.Tensor):
-        return batch * math.nan if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        return {key: spoilt(value) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(spoilt(value) for value in batch)
-    return batch

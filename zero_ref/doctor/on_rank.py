@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import linecache
+import math
 import traceback
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_ref.doctor.model import ODD, Model, batch_for, drawn, set_values, spoilt
+from zero_ref.doctor.model import ODD, Model, batch_for, drawn, set_values
 from zero_ref.doctor.program import Loss, NotSupportedError, Program, as_program
 from zero_ref.doctor.trace import Snapshot, Trace
 from zero_ref.doctor.trials import ADDED, FROZEN, Step, Trial
@@ -51,15 +52,13 @@ class Case:
     folder: str = ""
     added_options: dict[str, Any] = field(default_factory=dict)
 
-    def data(self, step: Step, micro: int, rank: int, ranks: int) -> Any:
+    def data(self, step: Step, micro: int, rank: int) -> Any:
         """A rank's batch of a step."""
         number = step.number * 16 + micro
         if self.batch is not None:
-            data = self.batch(rank, number)
-        else:
-            without = step.unused + (step.unused_on_first if rank == 0 else ())
-            data = batch_for(self.trial.shape, self.seed, rank, number, self.data_ranks, without)
-        return spoilt(data) if step.nan and rank == ranks - 1 else data
+            return self.batch(rank, number)
+        without = step.unused + (step.unused_on_first if rank == 0 else ())
+        return batch_for(self.trial.shape, self.seed, rank, number, self.data_ranks, without)
 
     def added_data(self, step: Step, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A rank's batch for the layer that is added."""
@@ -153,7 +152,7 @@ class Player:
         self.program = self.make()
         if reason := self.program.refuses(case.trial.name):
             return Refused(reason)
-        module = copy.deepcopy(self.program.model) if case.own and case.first == 0 else None
+        module = copy.deepcopy(self.program.model).cpu() if case.own and case.first == 0 else None
         options = options_of(self.program.optimizer)
         if case.first == 0:
             self.note(0, "start", self.program.values())
@@ -180,14 +179,16 @@ class Player:
 
     def note(self, step: int, phase: Any, tensors: Any) -> None:
         """Add a snapshot to the trace."""
-        self.trace.append(Snapshot(step, phase, dict(tensors)))
+        on_cpu = {name: None if tensor is None else tensor.cpu() for name, tensor in tensors.items()}
+        self.trace.append(Snapshot(step, phase, on_cpu))
 
     def play(self, step: Step) -> None:
         """One step of the trial."""
         program, self.number = self.program, step.number
         if step.adds:
             self.doing = "add_group"
-            program.add_group(self.case.added_layer(), **self.case.added_options)
+            layer = self.case.added_layer().to(next(program.model.parameters()).device)
+            program.add_group(layer, **self.case.added_options)
         if step.freezes is not None:
             self.doing = "freeze"
             program.freeze(program.model.get_submodule(FROZEN), step.freezes)
@@ -239,7 +240,8 @@ class Player:
         of_added = None
         if self.program.added:
             of_added = self.case.added_data(step, micro, self.rank)
-        return self.program.loss(self.case.data(step, micro, self.rank, self.ranks), of_added)
+        loss = self.program.loss(self.case.data(step, micro, self.rank), of_added)
+        return loss * math.nan if step.nan and self.rank == self.ranks - 1 else loss
 
     def reload(self, step: int) -> None:
         """Save, and load into new objects."""

@@ -9,6 +9,7 @@ another order, and values and state moved by a unit in the last place, at random
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_ref.doctor.model import Model
 from zero_ref.doctor.on_rank import Case
 from zero_ref.doctor.trace import Phase, Snapshot, Tensors, Trace
 from zero_ref.doctor.trials import FROZEN, Step
@@ -234,13 +234,13 @@ class PlainLoop:
         with torch.no_grad():
             for name, buffer in of.model.named_buffers():
                 buffer.copy_(buffers[name])
-        batch = case.data(step, micro, rank, self.ranks)
+        batch = case.data(step, micro, rank)
         loss = case.loss(of.model, batch) if case.loss else of.model(batch)
         self.buffers[rank] = {name: buffer.detach().clone() for name, buffer in of.model.named_buffers()}
         if of.added:
             inputs, targets = case.added_data(step, micro, rank)
             loss = loss + (of.added["layer"](inputs) * targets).sum()
-        return loss
+        return loss * math.nan if step.nan and rank == self.ranks - 1 else loss
 
     def source_of_buffers(self, rank: int) -> int:
         """The rank whose buffers a forward on this rank begins with."""
@@ -312,8 +312,3 @@ def mean(parts: Sequence[torch.Tensor | None], order: Sequence[int] | None = Non
         if part is not None:
             sum_of = part.clone() if sum_of is None else sum_of + part
     return None if sum_of is None else sum_of / len(parts)
-
-
-def model_of(case: Case) -> nn.Module:
-    """The doctor's model of a trial."""
-    return Model(case.trial.shape, case.seed)

@@ -103,7 +103,7 @@ class Program:
         loss = self.wrapper(batch) if self.loss_of is None else self.loss_of(self.wrapper, batch)
         if of_added is None:
             return loss
-        inputs, targets = of_added
+        inputs, targets = (one.to(loss.device) for one in of_added)
         return loss + (self.added["layer"](inputs) * targets).sum()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -291,7 +291,7 @@ def average(params: list[nn.Parameter]) -> None:
     Collective: all ranks, with the same parameters.
     """
     for param in params:
-        has = torch.tensor([float(param.grad is not None)])
+        has = torch.tensor([float(param.grad is not None)], device=param.device)
         dist.all_reduce(has)
         if has.item():
             grad = torch.zeros_like(param) if param.grad is None else param.grad

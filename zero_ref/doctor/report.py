@@ -75,7 +75,7 @@ class Departure:
         lines = [
             f"{self.trial}: departs in step {self.step}, in {self.phase}, on {ranks}",
             f"  first {place.parameter}[{place.start}:{place.stop}] of {place.numel} elements{also}",
-            f"  {place.observed:.9g} on rank {place.rank} and not {place.expected:.9g}: {_ulps(place)}",
+            f"  {_difference(place)}",
         ]
         if self.causes:
             lines += [f"  likely cause: {cause}" for cause in self.causes]
@@ -84,10 +84,13 @@ class Departure:
         return "\n".join(lines)
 
 
-def _ulps(place: Place) -> str:
+def _difference(place: Place) -> str:
+    if place.observed is None:
+        return f"rank {place.rank} has no such tensor, or one of another shape: a Program gives whole ones"
+    values = f"{place.observed:.9g} on rank {place.rank} and not {place.expected:.9g}"
     if place.ulps == float("inf"):
-        return "not a number, or not there"
-    return f"{place.ulps:,.3g} ulps, and reordered sums explain {place.allowed_ulps:,.3g}"
+        return values
+    return f"{values}: {place.ulps:,.3g} ulps, and reordered sums explain {place.allowed_ulps:,.3g}"
 
 
 @dataclass(frozen=True)
@@ -124,11 +127,13 @@ class NotTried:
         trial: the trial's name.
         reason: why it was not tried.
         ranks: the numbers of ranks on which it was not.
+        refused: whether the program refused it, or is one that cannot do it.
     """
 
     trial: str
     reason: str
     ranks: tuple[int, ...]
+    refused: bool = False
 
     def __str__(self) -> str:
         return f"{self.trial}: {self.reason}"
@@ -158,26 +163,48 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether no trial that was tried departs or raised. Trials that were not tried do not count."""
-        return not self.departures and not self.raised
+        """Whether something was tried and no trial departs or raised; trials not tried do not count."""
+        return bool(self.tried) and not self.departures and not self.raised
 
-    def check(self) -> None:
+    @property
+    def refused(self) -> tuple[NotTried, ...]:
+        """The trials that the program refused, or cannot do."""
+        return tuple(one for one in self.not_tried if one.refused)
+
+    def check(self, *, strict: bool = False) -> None:
         """Raise if the program is not healthy; otherwise do nothing.
 
+        Args:
+            strict: raise also if the program refused a trial; leave out those that it may refuse.
         Raises:
-            AssertionError: a trial departs or raised; the text is the report.
+            AssertionError: a trial departs or raised, or nothing was tried; the text is the report.
         """
         if not self.healthy:
             raise AssertionError(f"\n{self}")
+        if strict and self.refused:
+            raise AssertionError(f"{self.refusals}\n{self}")
+
+    @property
+    def refusals(self) -> str:
+        """What a strict check says if the program is healthy but for trials that it refused."""
+        names = ", ".join(dict.fromkeys(one.trial for one in self.refused))
+        return f"the program refused {names}, and the check is strict: leave out what it may refuse."
+
+    @property
+    def verdict(self) -> str:
+        """The report in some words."""
+        if self.departures:
+            return "departs from the plain loop"
+        if self.raised:
+            return "raises or hangs"
+        return "healthy" if self.healthy else "nothing could be tried"
 
     def __str__(self) -> str:
         sizes = ", ".join(map(str, self.ranks))
         names = dict.fromkeys(name for name, _ in self.tried)
         found: list[Departure | Raised] = [*self.departures, *self.raised]
         bad = {one.trial for one in found}
-        lines = [
-            f"{self.name} on {sizes} ranks: {'healthy' if self.healthy else 'departs from the plain loop'}"
-        ]
+        lines = [f"{self.name} on {sizes} ranks: {self.verdict}"]
         good = [name for name in names if name not in bad]
         if good:
             lines.append(f"equal to the plain loop: {', '.join(good)}")
@@ -216,7 +243,8 @@ class Report:
                 text = str(one)
                 ElementTree.SubElement(case, kind, message=text.split("\n")[0]).text = _printable(text)
         for left in self.not_tried:
-            case = _case(suite, self.name, left.trial)
+            on = ", ".join(map(str, left.ranks))
+            case = _case(suite, self.name, f"{left.trial} on {on} ranks")
             ElementTree.SubElement(case, "skipped", message=left.reason)
         counts = {kind: len(suite.findall(f"testcase/{kind}")) for kind in ("failure", "error", "skipped")}
         suite.set("tests", str(len(suite)))

@@ -28,7 +28,7 @@ class Step:
         max_norm: gradients are clipped to this norm; None: they are not clipped.
         factor: the scheduler sets all learning rates to this factor times their first value; None: there is
             no scheduler.
-        nan: the data of the last rank are NaN, so no rank updates anything.
+        nan: the loss of the last rank is NaN, so no rank updates anything.
         raises: before the step's own batch there is a forward of another batch, which an exception ends
             before its backward; the loop catches the exception.
         adds: a parameter group is added before the step.
@@ -139,7 +139,7 @@ def make_trials(steps: int = 5, shape: Shape | None = None) -> tuple[Trial, ...]
         ),
         Trial("tied weights", "two layers with one weight", base, replace(shape, tied=True), own=False),
         Trial("zero_grad", "zero_grad(set_to_none=False)", each(set_to_none=False), shape),
-        Trial("NaN step", "a step skipped, as a gradient is NaN", at(middle, nan=True), shape),
+        Trial("NaN step", "a step skipped, as a loss is NaN", at(middle, nan=True), shape),
         Trial("exception", "an exception between forward and backward", at(middle, raises=True), shape),
         Trial("buffers", "a buffer that each forward changes", base, replace(shape, buffers=True), own=False),
     )
