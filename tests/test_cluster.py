@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from zero_ref.simulator.cluster import ALGORITHMS, CLUSTERS, Cluster, Device, Link, Protocol, cluster
+from zero_ref.simulator.cluster import ALGORITHMS, CLUSTERS, Cluster, Link, Protocol, cluster
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.traffic import BACKENDS, OPERATIONS, Traffic, traffic
 
 ops, backends, presets = (

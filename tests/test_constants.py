@@ -13,7 +13,8 @@ from statistics import median
 
 import pytest
 
-from zero_ref.simulator.cluster import NCCL_CALL_US, Device, cluster
+from zero_ref.simulator.cluster import NCCL_CALL_US, cluster
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.devices import DEVICES
 from zero_ref.simulator.kernels import Kernels, kernels
 from zero_ref.simulator.published import Run, published

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zero_ref.simulator import presets
-from zero_ref.simulator.cluster import CLUSTERS, Device
+from zero_ref.simulator.cluster import CLUSTERS
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.devices import DEVICES, FIGURES, SOURCES
 
 GPUS = [name for name, fields in DEVICES.items() if "peaks" in fields]

@@ -11,7 +11,8 @@ import pytest
 
 from zero_ref.lab.simulated import as_json
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.simulator.cluster import Cluster, Device, cluster
+from zero_ref.simulator.cluster import Cluster, cluster
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.dispatch import SharedExperts
 from zero_ref.simulator.expert_parallel import parts_of
 from zero_ref.simulator.groups import SplitOwners, owners_of

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from zero_ref.simulator.cluster import Device, cluster
+from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.kernels import Pass, Product, kernels
 from zero_ref.simulator.models import MODELS, TRANSFORMERS, from_config
 from zero_ref.simulator.scenario import Scenario

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from zero_ref.simulator.activations import CHECKPOINTING
-from zero_ref.simulator.cluster import Device, cluster
+from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.kernels import (
     COMPILED,
     EAGER,

@@ -17,7 +17,8 @@ import zero_ref
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.plan.calls import REDUCED_BY
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.simulator.cluster import Cluster, Device, Link, cluster
+from zero_ref.simulator.cluster import Cluster, Link, cluster
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.models import blocks, shapes, specs
 from zero_ref.simulator.operations import COMPUTE, NETWORK, SIDE_STREAM, WAYS_OF_DDP
 from zero_ref.simulator.play import Played, play

@@ -13,7 +13,8 @@ from hypothesis import given, settings, strategies as st
 from zero_ref import simulator
 from zero_ref.lab.simulated import as_json
 from zero_ref.simulator.activations import ATTENTION, CHECKPOINTING, activations
-from zero_ref.simulator.cluster import CLUSTERS, Cluster, Device, Link, cluster
+from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link, cluster
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.devices import ALLOCATOR_SHARE, LIBRARY_GB
 from zero_ref.simulator.models import MLP, MODELS, TRANSFORMERS, Llama
 from zero_ref.simulator.operations import WAYS

@@ -10,7 +10,8 @@ from hypothesis import given, strategies as st
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.simulator.cluster import CLUSTERS, Cluster, Device, Link, cluster
+from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link, cluster
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.play import play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import RECIPES, recipe

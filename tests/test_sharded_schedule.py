@@ -16,7 +16,8 @@ from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.gradients import SMALL_NUMEL, gradient_plans
 from zero_ref.plan.partition import ALIGNMENT, ParamSpec
 from zero_ref.plan.rules import equal_shares, from_lists, newton_schulz_operations
-from zero_ref.simulator.cluster import CLUSTERS, Cluster, Device, Link, cluster
+from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link, cluster
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.ledger import itemsize_of, nbytes_of
 from zero_ref.simulator.models import MODELS, matrices_whole, specs
 from zero_ref.simulator.operations import COMPUTE, NETWORK, Operation

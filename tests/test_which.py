@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.simulator.cluster import CLUSTERS, Cluster, Device, Link, cluster
+from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link, cluster
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.models import MODELS, TRANSFORMERS
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload

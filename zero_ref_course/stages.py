@@ -20,7 +20,8 @@ from zero_ref.lab.meter import bytes_sent_by, recording_distributed
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.simulator.cluster import Cluster, Device, Link, cluster
+from zero_ref.simulator.cluster import Cluster, Link, cluster
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.models import MODELS, blocks, shapes, specs
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload

@@ -139,7 +139,7 @@ CHAPTER_OF = {
     "zero_ref.simulator.traffic": 2,
     "zero_ref.simulator.cluster": 2,
     "zero_ref.simulator.cluster.Cluster": 16,
-    "zero_ref.simulator.cluster.Device": 16,
+    "zero_ref.simulator.device.Device": 16,
     "zero_ref.simulator.timeline": 6,
     "zero_ref.simulator.price": 8,
     "zero_ref.simulator.held": 8,

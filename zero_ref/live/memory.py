@@ -11,7 +11,8 @@ from zero_ref.live.numbers import short_bytes
 from zero_ref.live.palette import ALARM, INK, ITEM_COLOURS
 from zero_ref.live.svg import LINE, MARGIN, Drawing, Stacked, axis, bar, centred, key, line, picture, text
 from zero_ref.simulator import spread
-from zero_ref.simulator.cluster import CLUSTERS, Device
+from zero_ref.simulator.cluster import CLUSTERS
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES
 from zero_ref.simulator.memory import MemorySettings, average_memory
 from zero_ref.simulator.models import TRANSFORMERS

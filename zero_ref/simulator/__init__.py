@@ -29,7 +29,8 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `timeline`: when each part of an iteration happens on a rank, and what is hidden behind computing;
 - `traffic`: how many messages and bytes a collective makes;
 - `devices`, `presets`: known GPUs, links and clusters, as tables to extend;
-- `cluster`: links and devices, and how long each collective takes on them;
+- `device`: what one rank computes with, and how long products and touching memory take on it;
+- `cluster`: links between devices, and how long each collective takes on them;
 - `kernels`: what a transformer computes, and what limits it: arithmetic, attention, memory;
 - `price`: how long each operation of a schedule takes on a cluster;
 - `network`: one call after another, and what is beside them;

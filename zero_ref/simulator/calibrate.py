@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from zero_ref.simulator._checks import check_name
-from zero_ref.simulator.cluster import Cluster, Device, Link
+from zero_ref.simulator.cluster import Cluster, Link
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.ledger import itemsize_of
 from zero_ref.simulator.traffic import OPERATIONS, traffic
 

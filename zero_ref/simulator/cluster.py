@@ -1,4 +1,4 @@
-"""Machines: links and devices, and how long each collective takes on them.
+"""Clusters: links between devices, and how long each collective takes on them.
 
 `traffic` says how many messages and bytes a collective makes, and a `Cluster` how long they take on its
 links. The clusters known by name are made from the tables in `devices` and `presets`.
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from zero_ref.simulator import devices, presets
 from zero_ref.simulator._checks import check_name, check_number
 from zero_ref.simulator._records import parse_json, record
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.traffic import BACKENDS, OPERATIONS, PAIRWISE, Traffic, traffic
 
 ALGORITHMS = ("auto", "ring", "tree", "nvls")
@@ -120,173 +121,6 @@ the share of a link's rate that a call reaches grows with its size, from LL's qu
 Source: NCCL's tuning model, src/graph/tuning.cc: latencies of 3.4, 1.9 and 0.6 microseconds in a ring over
 NVLink, bandwidths of 1, 0.92 and 1/4.
 """
-
-
-@dataclass(frozen=True)
-class Device:
-    """What one rank computes with.
-
-    Args:
-        tflops: 10^12 operations a second, at the peak, in the dtype that the model is trained in; of a
-            preset, in 16 bits.
-        reached: the share of `tflops` that large matrix products reach; that a whole training reaches, where
-            `memory_reached` is None.
-        memory_gb: 10^9 bytes of memory; None where it is not known.
-        memory_gb_per_s: 10^9 bytes a second that the device reads or writes, which limits an optimizer step.
-        overhead_us: microseconds of forward and backward for each parameter tensor, beside its operations.
-            It matters for small models; 0 in the presets, since only a measurement tells.
-        update_overhead_us: the same of an optimizer step.
-        product_passes: the time that a matrix product takes for its bytes, beside that for its operations, as
-            so many times that of reading and writing its matrices once. Small products have more of them for
-            each operation.
-        attention_reached: the share of `tflops` that flash attention reaches; None for `reached`.
-        memory_reached: the share of `memory_gb_per_s` that kernels reach which are limited by it. None where
-            `reached` was measured on whole training, with such kernels: they are then not priced.
-        allocator_share: of what tensors take, what the allocator reserves on top.
-        library_gb: 10^9 bytes that the driver's context, kernels and communicators take.
-        host_link_gb_per_s: 10^9 bytes a second between the device and its share of the host's memory, in each
-            direction; None where no state can be offloaded.
-        host_memory_gb_per_s: 10^9 bytes a second that its share of the host reads or writes.
-        peaks: `tflops` by dtype, and "tf32"; empty where they are not known.
-    Raises:
-        ValueError: a figure that is not above 0, or a share above 1.
-    """
-
-    name: str
-    tflops: float
-    reached: float
-    memory_gb: float | None
-    memory_gb_per_s: float
-    overhead_us: float = 0.0
-    update_overhead_us: float = 0.0
-    product_passes: float = 0.0
-    attention_reached: float | None = None
-    memory_reached: float | None = None
-    allocator_share: float = 0.0
-    library_gb: float = 0.0
-    host_link_gb_per_s: float | None = None
-    host_memory_gb_per_s: float | None = None
-    peaks: Mapping[str, float] = field(default_factory=dict, hash=False)
-
-    def __post_init__(self) -> None:
-        check_number(f"{self.name}: tflops", self.tflops, above=True)
-        check_number(f"{self.name}: memory_gb_per_s", self.memory_gb_per_s, above=True)
-        check_number(f"{self.name}: overhead_us", self.overhead_us)
-        check_number(f"{self.name}: update_overhead_us", self.update_overhead_us)
-        if self.memory_gb is not None:
-            check_number(f"{self.name}: memory_gb", self.memory_gb, above=True)
-        for name in ("product_passes", "allocator_share", "library_gb"):
-            check_number(f"{self.name}: {name}", getattr(self, name))
-        for name in ("host_link_gb_per_s", "host_memory_gb_per_s"):
-            if getattr(self, name) is not None:
-                check_number(f"{self.name}: {name}", getattr(self, name), above=True)
-        for name, peak in self.peaks.items():
-            check_number(f"{self.name}: the peak in {name}", peak, above=True)
-        for name in ("reached", "attention_reached", "memory_reached"):
-            share = getattr(self, name)
-            if share is not None and not 0 < share <= 1:
-                raise ValueError(
-                    f"{self.name}: {name} is a share of the peak, above 0 up to 1, got {share:g}."
-                )
-
-    def in_dtype(self, dtype: str) -> Device:
-        """The device as it multiplies matrices of a dtype; the same one where its peak there is not known.
-
-        >>> h100 = cluster("h100-ib").device
-        >>> h100.in_dtype("float32").tflops, h100.in_dtype("bfloat16") is h100
-        (67, True)
-
-        Args:
-            dtype: a name, or "tf32" for float32 in tensor cores.
-        """
-        peak = self.peaks.get(dtype, self.tflops)
-        return self if peak == self.tflops else replace(self, tflops=peak)
-
-    def faster(self, *, computing: float = 1.0, memory: float = 1.0) -> Device:
-        """The device with these multiples of its rates: of products in every dtype, and of its memory.
-
-        >>> twice = cluster("h100-ib").device.faster(computing=2)
-        >>> twice.tflops, twice.in_dtype("fp8").tflops, twice.memory_gb_per_s
-        (1978, 3958, 3350.0)
-        """
-        return replace(
-            self,
-            tflops=self.tflops * computing,
-            peaks={dtype: peak * computing for dtype, peak in self.peaks.items()},
-            overhead_us=self.overhead_us / computing,
-            memory_gb_per_s=self.memory_gb_per_s * memory,
-            update_overhead_us=self.update_overhead_us / memory,
-        )
-
-    def compute_ms(self, flops: float, tensors: float = 0) -> float:
-        """How long so many floating-point operations take, in forward and backward of so many tensors.
-
-        >>> round(cluster("a100-ib").device.compute_ms(312e12))
-        1149
-        """
-        return tensors * self.overhead_us / 1e3 + flops / (self.tflops * self.reached * 1e9)
-
-    def product_ms(self, flops: float, nbytes: float) -> float:
-        """How long a matrix product takes whose matrices have so many bytes.
-
-        Large ones reach `reached` of the peak, and those with `knee` operations for each byte half of that.
-        None is faster than its bytes can be read and written once.
-
-        >>> h100 = cluster("h100-ib").device
-        >>> for n in (512, 2048, 8192):
-        ...     print(n, round(2 * n**3 / h100.product_ms(2 * n**3, 6 * n**2) / 1e9), "TFLOPS")
-        512 140 TFLOPS
-        2048 345 TFLOPS
-        8192 543 TFLOPS
-        """
-        touched_ms = self.touch_ms(nbytes)
-        return max(self.compute_ms(flops) + self.product_passes * touched_ms, touched_ms)
-
-    @property
-    def knee(self) -> float:
-        """Operations for each byte of its matrices at which a product reaches half of `reached`.
-
-        >>> round(cluster("h100-ib").device.knee)
-        649
-        """
-        return self.product_passes * self.touch_ms(1e9) / self.compute_ms(1e9)
-
-    def attention_ms(self, flops: float) -> float:
-        """How long flash attention takes.
-
-        >>> round(cluster("a100-ib").device.attention_ms(187.2e12))
-        1000
-        """
-        return flops / (self.tflops * (self.attention_reached or self.reached) * 1e9)
-
-    def touch_ms(self, nbytes: float, tensors: float = 0) -> float:
-        """How long it takes to read or write so many bytes, in an update of so many tensors.
-
-        >>> round(cluster("a100-ib").device.touch_ms(2039e9))
-        1176
-        """
-        rate = self.memory_gb_per_s * (self.memory_reached or 1.0)
-        return tensors * self.update_overhead_us / 1e3 + nbytes / (rate * 1e6)
-
-    def offloaded_ms(self, touched: float, there: float, back: float) -> float:
-        """How long an update takes that the host makes, piece by piece, while others are on their way.
-
-        >>> round(cluster("a100-ib").device.offloaded_ms(touched=41e9, there=25.6e9, back=0))
-        1000
-
-        Args:
-            touched: bytes that the host reads and writes.
-            there, back: bytes that go to the host, and that come back.
-        Raises:
-            ValueError: the device's host is not known.
-        """
-        if self.host_link_gb_per_s is None or self.host_memory_gb_per_s is None:
-            raise ValueError(
-                f"{self.name}: nothing can be offloaded, since host_link_gb_per_s and host_memory_gb_per_s "
-                "are not known. Give the device both."
-            )
-        on_the_way = max(there, back) / self.host_link_gb_per_s
-        return max(on_the_way, touched / self.host_memory_gb_per_s) / 1e6
 
 
 class _Span(NamedTuple):

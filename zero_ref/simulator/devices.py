@@ -1,6 +1,6 @@
 """The GPUs that the simulator knows by name, as data: each figure stands beside its source.
 
-The keys are the fields of `cluster.Device`, which says what they mean and in which units. A new GPU needs an
+The keys are the fields of `device.Device`, which says what they mean and in which units. A new GPU needs an
 entry in FIGURES, and nowhere else. A source is a public address or document, or begins with one of two words:
 "fitted" to published runs by tests/test_constants.py, or "supposed", where nobody has published the figure.
 """
@@ -267,7 +267,7 @@ SOURCES: dict[str, dict[str, str]] = {
 DEVICES: dict[str, dict[str, Any]] = {
     name: {field: figure for field, (figure, _) in fields.items()} for name, fields in FIGURES.items()
 }
-"""The fields of `cluster.Device` by name."""
+"""The fields of `device.Device` by name."""
 
 for _device in DEVICES.values():
     if "peaks" in _device:  # a GPU

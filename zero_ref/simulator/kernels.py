@@ -18,7 +18,7 @@ from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.activations import ATTENTION, matrices as matrices_of
 from zero_ref.simulator.architectures import Transformer, outputs_of, trained
 from zero_ref.simulator.autocast import cast_weights, reads_of_norms
-from zero_ref.simulator.cluster import Device
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.expert_parallel import on_a_rank
 from zero_ref.simulator.layers import ALONE, Layer, Matrix, Sharing
 from zero_ref.simulator.lora import Lora, with_adapters

@@ -9,7 +9,8 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_number
-from zero_ref.simulator.cluster import Cluster, Device
+from zero_ref.simulator.cluster import Cluster
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.kernels import Kernels, Pass
 from zero_ref.simulator.operations import NETWORK, Operation
 from zero_ref.simulator.schedule import Schedule

@@ -12,7 +12,8 @@ from typing import Any, get_type_hints
 
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator._records import checked
-from zero_ref.simulator.cluster import Cluster, Device, Link, cluster
+from zero_ref.simulator.cluster import Cluster, Link, cluster
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.models import Transformer
 
 USES = ("fit time", "fit memory", "fit", "test")
@@ -66,7 +67,7 @@ class Machines:
     Args:
         preset: one of `cluster.CLUSTERS`.
         source: of what is different from it.
-        device: fields of `cluster.Device`.
+        device: fields of `device.Device`.
         ranks_per_node, between_gb_per_s: None as in the preset.
         supposed: what the source does not say.
     Raises:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from zero_ref.simulator import spread
 from zero_ref.simulator._checks import check_number
-from zero_ref.simulator.cluster import Device
+from zero_ref.simulator.device import Device
 from zero_ref.simulator.models import blocks
 from zero_ref.simulator.operations import COMPUTE, Operation
 from zero_ref.simulator.recipe import recipe
