@@ -200,6 +200,18 @@ def test_a_norm_that_no_mistake_has_is_found_from_the_gradients():
     )
 
 
+def test_values_that_no_rank_updates_are_told_from_a_broadcast_that_was_lost_on_any_number_of_ranks():
+    case = case_of("another world size", (2, 3))
+    observed = PlainLoop(case, Model(case.trial.shape, 0), make, (2, 3)).play()
+    begun = observed[0].traces[0][0].tensors["third.bias"]
+    for trace in (trace for part in observed for trace in part.traces):
+        for place, snapshot in enumerate(trace):
+            if snapshot.phase in ("load", "step"):
+                trace[place] = replace(snapshot, tensors=snapshot.tensors | {"third.bias": begun})
+    patient = patient_of(case, observed, (2, 3))
+    assert Causes().of(patient) == ("no rank has updated third.bias: values of an earlier step stand there",)
+
+
 # -------------------------------------------------------------------------------------------- the report
 
 

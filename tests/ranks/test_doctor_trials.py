@@ -262,73 +262,7 @@ def test_a_rank_that_hangs_is_named_within_the_time_out(impatient):
     assert "clip" in raised.text
 
 
-# -------------------------------------------------------------------- a model of its own, and the command
-
-
-def own_model():
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2))
-    ddp = DDP(model)
-    return model, ZeroRedundancyOptimizer(ddp.parameters(), ADAMW, **planted.OPTIONS), ddp
-
-
-def batch(rank, number):
-    generator = torch.Generator().manual_seed(1000 * rank + number)
-    return torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator)
-
-
-def loss(model, batch):
-    inputs, targets = batch
-    return torch.nn.functional.mse_loss(model(inputs), targets)
-
-
-def own_model_unaveraged():
-    model, optimizer, _ = own_model()
-    return model, optimizer, model
-
-
-class LooksAtTheLoss(doctor.Program):
-    """It finds by itself on all ranks that one rank's loss is no number, and its data are whole numbers."""
-
-    def backward(self, loss):
-        super().backward(loss)
-        self.lost = loss.detach().clone()
-
-    def skips(self, is_nan):
-        dist.all_reduce(self.lost)
-        return bool(self.lost.isnan())
-
-
-def own_tokens():
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Embedding(11, 6), torch.nn.Linear(6, 11))
-    ddp = DDP(model)
-    return LooksAtTheLoss(ZeroRedundancyOptimizer(ddp.parameters(), ADAMW, **planted.OPTIONS), model, ddp)
-
-
-def tokens(rank, number):
-    return torch.randint(11, (2, 8), generator=torch.Generator().manual_seed(1000 * rank + number))
-
-
-def next_token(model, batch):
-    return torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-
-def test_a_loss_is_nan_also_where_data_are_whole_numbers():
-    own = {"batch": tokens, "loss": next_token, "only": ["plain", "NaN step"]}
-    report = examined(own_tokens, ranks=(2,), **own)
-    assert report.healthy, str(report)
-    assert report.tried == (("plain", 2), ("NaN step", 2))
-
-
-def test_a_program_with_a_model_of_its_own_is_held_against_its_plain_loop():
-    own = {"batch": batch, "loss": loss, "only": ["plain", "accumulation", "clipping", "buffers"]}
-    report = examined(own_model, ranks=(2,), **own)
-    assert report.healthy, str(report)
-    assert "buffers" in {one.trial for one in report.not_tried}
-    wrong = examined(own_model_unaveraged, ranks=(2,), **own)
-    assert [one.trial for one in wrong.departures] == ["plain", "accumulation", "clipping"]
-
+# --------------------------------------------------------------------------------------- the command
 
 PAGE = PAGES.with_name("doctor.md")
 NUMBER = r"\d\.?\d*(?:e\+\d+)?"

@@ -8,6 +8,7 @@ after a broadcast that is lost, and values that differ between ranks.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,16 +81,17 @@ Variant = tuple[type[Mistake], dict[str, Any]]
 def variants_for(patient: Patient) -> Iterator[tuple[str, Variant]]:
     """The mistakes that this trial could show, each with what it says."""
     for mistake in MISTAKES:
-        if mistake.applies(patient):
-            for says, chosen in mistake.variants(patient):
-                yield says, (mistake, chosen)
+        # Some cannot be looked for here, such as in an optimizer whose groups have other keys.
+        with contextlib.suppress(Exception):
+            found = list(mistake.variants(patient)) if mistake.applies(patient) else []
+            yield from ((says, (mistake, chosen)) for says, chosen in found)
 
 
 def gives(patient: Patient, variant: Variant) -> int | None:
     """What `explains` says of a plain loop with this mistake."""
     mistake, chosen = variant
     # Some mistakes cannot be made here, such as a class that refuses these options or this step count.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
         return explains(patient, mistake(patient, **chosen).play())
     return None
 
@@ -121,7 +123,7 @@ def stale_values(patient: Patient) -> dict[str, set[int]]:
 def is_everywhere(patient: Patient, ranks_of: dict[str, set[int]]) -> bool:
     """Whether some parameter is stale on all ranks, and so nobody has updated it."""
     size = len(patient.observed[patient.where.part].traces)
-    return any(len(ranks) == size for ranks in ranks_of.values())
+    return any(ranks >= set(range(size)) for ranks in ranks_of.values())
 
 
 VALUES = ("start", "load", "step")

@@ -88,7 +88,12 @@ def _bound(tensor: torch.Tensor, others: Sequence[torch.Tensor | None]) -> float
 
 
 def last_places(tensor: torch.Tensor) -> float:
-    """The units in the last place of a tensor's largest element that one operation may change."""
+    """The units in the last place of a tensor's largest element that one operation may change.
+
+    0 for integers.
+    """
+    if not tensor.is_floating_point():
+        return 0.0
     largest = tensor.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if tensor.numel() else 0.0
     return LAST_PLACES * torch.finfo(tensor.dtype).eps * float(largest)
 
@@ -151,11 +156,13 @@ def _place(
 
 
 def ulp_of(value: torch.Tensor) -> float:
-    """A unit in the last place of a number.
+    """A unit in the last place of a number; 1 for an integer.
 
     >>> ulp_of(torch.tensor(1.0)) == 2.0**-23
     True
     """
+    if not value.is_floating_point():
+        return 1.0
     known = torch.finfo(value.dtype)
     size = abs(value.item())
     if not size < float("inf"):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,8 +24,9 @@ from zero_ref.doctor.on_rank import BY_RAISE, Case, Played, Refused, added_optio
 from zero_ref.doctor.plain import Make, Noise, Part, PlainLoop
 from zero_ref.doctor.program import Loss
 from zero_ref.doctor.report import Departure, NotTried, Raised, Report
-from zero_ref.doctor.trials import NAMES, Trial, make_trials
+from zero_ref.doctor.trials import MAX_NORM, NAMES, OWN_MAX_NORM, Trial, make_trials
 from zero_ref.lab import ranks as lab_ranks
+from zero_ref.lab.patience import patience
 
 NOISY_RUNS = 6
 """Runs of the plain loop with noise, from which the bound is taken (`compare.SAFETY` says how)."""
@@ -78,12 +82,13 @@ def diagnose(
         without: names of trials to leave out.
         only: names of the trials to play; None: all.
         batch: called with (rank, number), returns a batch for the program's own model: always the same one
-            for the same arguments, and another one on another rank.
+            for the same arguments, and another one on another rank. Numbers count from 0, four for each step.
         loss: called with (wrapper or model, batch), returns the loss.
         masters: whether the plain optimizer steps 32-bit copies of 16-bit parameters.
         backend: of the process groups, "gloo" or "nccl"; None: as `zero_ref.lab.ranks.run` chooses.
         timeout: seconds for a trial, times `zero_ref.lab.patience.patience()`.
-        fresh: whether each trial starts new processes, for a library that keeps its process groups.
+        fresh: whether each trial starts new processes, for a library that keeps its process groups. It calls
+            `zero_ref.lab.ranks.shutdown`.
         name: the program's name in the report; None: the factory's.
     Returns:
         A Report; its `check()` raises if the program is not healthy.
@@ -91,29 +96,30 @@ def diagnose(
         ValueError: an argument is wrong, or the plain optimizer cannot be made of it.
     Cost: seconds to start the ranks, then tenths of a second for a trial, and seconds to explain a departure.
     """
+    ranks = tuple(dict.fromkeys(ranks))
     make = plain_maker(from_plain, options, reference)
     own = not takes_model(factory)
     _check(ranks, without, only, own, batch, loss)
-    with one_thread():
+    with one_thread(), torch.random.fork_rng(devices=[]):
         shape, optimizer = (Shape(), None) if own else shape_for(make, seed)
-        trials = make_trials(steps, shape)
+        trials = make_trials(steps, shape, OWN_MAX_NORM if own else MAX_NORM)
         case = Case(trials[0], factory, seed, own, batch, loss, added_options=added_options(optimizer))
-        doctor = _Doctor(case, make, tuple(ranks), masters, backend, timeout, fresh)
+        doctor = _Doctor(case, make, ranks, masters, backend, timeout, fresh)
         for trial in trials:
             if trial.name in without or (only is not None and trial.name not in only):
-                doctor.not_tried.append(NotTried(trial.name, "left out", tuple(ranks)))
+                doctor.not_tried.append(NotTried(trial.name, "left out", ranks))
             elif own and not trial.own:
                 reason = "the program has a model of its own, and this needs the doctor's"
-                doctor.not_tried.append(NotTried(trial.name, reason, tuple(ranks)))
+                doctor.not_tried.append(NotTried(trial.name, reason, ranks))
             else:
                 for number in ranks:
                     doctor.examine(trial, number)
     if shape.matrices_only:
         reason = "the plain optimizer refuses parameters that are not matrices"
-        doctor.not_tried.append(NotTried("biases", reason, tuple(ranks)))
+        doctor.not_tried.append(NotTried("biases", reason, ranks))
     return Report(
         name or str(getattr(factory, "__name__", type(factory).__name__)),
-        tuple(ranks),
+        ranks,
         tuple(doctor.tried),
         tuple(doctor.departures),
         tuple(doctor.raised),
@@ -155,16 +161,46 @@ def shape_for(make: Make, seed: int) -> tuple[Shape, Any]:
     for shape in (Shape(), Shape(matrices_only=True)):
         try:
             optimizer = make(Model(shape, seed))
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem = problem or error
             continue
         if not all(hasattr(optimizer, name) for name in ("step", "state", "param_groups")):
             raise ValueError(
                 f"the plain loop's factory gave a {type(optimizer).__name__}: return its optimizer."
             )
+        if needs_closure(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__}.step needs a closure, and the trials call it without one."
+            )
         eps = getattr(optimizer, "defaults", {}).get("eps")
         return replace(shape, quiet=quiet_scale(eps if isinstance(eps, float) else None)), optimizer
     raise ValueError(f"the plain optimizer cannot be made: {type(problem).__name__}: {problem}") from problem
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Whether `step()` cannot be called without an argument.
+
+    >>> needs_closure(torch.optim.LBFGS([torch.zeros(1)])), needs_closure(torch.optim.SGD([torch.zeros(1)]))
+    (True, False)
+    """
+    try:
+        signature = inspect.signature(optimizer.step)
+    except (TypeError, ValueError):  # as of some functions in C
+        return False
+    try:
+        signature.bind()
+    except TypeError:
+        return True
+    return False
+
+
+def clips_nothing(case: Case, expected: Sequence[Part]) -> bool:
+    """Whether a trial clips, and no gradient of the plain loop is so long that clipping changes it."""
+    trace = [snapshot for part in expected for snapshot in part.traces[0] if snapshot.of_gradients]
+    pairs = [(one.tensors, other.tensors) for one, other in pairwise(trace) if other.phase == "clip"]
+    both = [(before, after[name]) for tensors, after in pairs for name, before in tensors.items()]
+    changed = [one is not None and other is not None and not one.equal(other) for one, other in both]
+    return bool(pairs) and not any(changed)
 
 
 def _check(
@@ -246,6 +282,7 @@ class _Doctor:
         divisor = number * second if trial.elsewhere else number
         case = replace(self.case, trial=trial, data_ranks=divisor)
         self.printed = io.StringIO()
+        began = time.monotonic()
         try:
             played = self.play(case, number, second)
         except lab_ranks.RankError as error:
@@ -253,7 +290,8 @@ class _Doctor:
                 reason = f"all ranks refuse it: {error.summary}"
                 self.not_tried.append(NotTried(trial.name, reason, (number,), refused=True))
                 return
-            self.hangs += error.summary == "timed out"
+            # A collective gives up before the whole time-out is over.
+            self.hangs += time.monotonic() - began >= lab_ranks.COLLECTIVE_SHARE * self.timeout * patience()
             self.tried.append((trial.name, number))
             printed = self.printed.getvalue().splitlines()[-PRINTED_LINES:]
             text = "\n".join([str(error), *(["", "printed last:", *printed] if printed else [])])
@@ -263,13 +301,11 @@ class _Doctor:
             self.not_tried.append(NotTried(trial.name, played.reason, (number,), refused=True))
             return
         parts, model, options = played
-        try:
-            self.compare(case, model, (number, second), parts, options)
-        except Exception as error:
-            reason = f"the plain loop itself raises {type(error).__name__}: {error}"
-            self.not_tried.append(NotTried(trial.name, reason, (number,)))
-        else:
+        why_not = self.compare(case, model, (number, second), parts, options)
+        if why_not is None:
             self.tried.append((trial.name, number))
+        else:
+            self.not_tried.append(NotTried(trial.name, why_not, (number,)))
 
     def play(
         self, case: Case, number: int, second: int
@@ -279,6 +315,8 @@ class _Doctor:
         Returns:
             What the ranks noted, before and after a save, the model as it was at first, and the options of
             the program's optimizer. Refused: the program cannot do the trial.
+        Raises:
+            RankError: a rank raised, ended or hung, or not all of them refuse the trial.
         """
         reloads = next((step.number for step in case.trial.steps if step.reloads), 0)
         with tempfile.TemporaryDirectory(prefix="zero_ref-doctor-") as folder:
@@ -296,10 +334,14 @@ class _Doctor:
                     outcomes = lab_ranks.run(
                         play_on_rank, size, call, timeout=self.timeout, backend=self.backend
                     )
+                if refusals := {r: one for r, one in enumerate(outcomes) if isinstance(one, Refused)}:
+                    rank, first = next(iter(refusals.items()))
+                    if len(refusals) == size:
+                        return first
+                    summary = f"it refuses the trial, and other ranks do not: {first.reason}"
+                    raise lab_ranks.RankError(f"rank {rank}: {summary}", rank, summary)
                 traces = []
                 for outcome in outcomes:
-                    if isinstance(outcome, Refused):
-                        return outcome
                     assert isinstance(outcome, Played)
                     traces.append(outcome.trace)
                     module = module or outcome.module
@@ -314,15 +356,27 @@ class _Doctor:
         ranks: tuple[int, int],
         observed: list[Part],
         options: dict[str, Any],
-    ) -> None:
-        """Compare what the ranks noted with the plain loop, and explain what departs."""
+    ) -> str | None:
+        """Compare what the ranks noted with the plain loop, and explain what departs.
+
+        Returns:
+            The reason why nothing could be compared; None if it was.
+        """
 
         def loop(noise: Noise | None = None) -> list[Part]:
             return PlainLoop(case, model, self.make, ranks, masters=self.masters, noise=noise).play()
 
-        expected = loop()
-        if first_departure(observed, expected, bounds_of(expected, [])) is None:
-            return  # nothing to be explained by noise
+        try:
+            expected = loop()
+        except Exception as error:
+            return f"the plain loop itself raises {type(error).__name__}: {error}"
+        if clips_nothing(case, expected):
+            return "the gradients are shorter than the limit, so nothing would be clipped"
+        exact = bounds_of(expected, [])
+        if first_departure(observed, expected, exact) is None:
+            return None  # nothing to be explained by noise
+        if first_departure(loop(), expected, exact) is not None:
+            return "the plain loop gives other values each time it is played"
         bounds = bounds_of(expected, [loop(Noise(run)) for run in range(NOISY_RUNS)])
         where: Where | None = first_departure(observed, expected, bounds)
         if where is not None:
@@ -337,3 +391,4 @@ class _Doctor:
                     case.trial.name, ranks[where.part], where.step, where.phase, where.places, found, numels
                 )
             )
+        return None

@@ -9,6 +9,7 @@ import torch
 
 from zero_ref.doctor.mistake import Mistake, Patient
 from zero_ref.doctor.mistakes_of_gradients import Grad, scaled
+from zero_ref.doctor.on_rank import INTERRUPTED
 from zero_ref.doctor.plain import mean, total
 from zero_ref.doctor.trace import Tensors
 from zero_ref.doctor.trials import Step
@@ -93,7 +94,7 @@ class InterruptedCounts(Mistake):
 
     def interrupted(self, step: Step) -> None:
         self.extra: list[Tensors] = []
-        for loss in self.losses(step, 15):
+        for loss in self.losses(step, INTERRUPTED):
             named = self.copies[0].named()
             grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
             self.extra.append(dict(zip(named, grads)))

@@ -161,7 +161,11 @@ class ClippedByAnotherNorm(Unclipped):
             if snapshot.phase == "clip":
                 before = [one for one in expected[:place] if one.phase == "backward"][-1].tensors
                 pairs = [(observed[place].tensors.get(name), grad) for name, grad in before.items()]
-                there = [(ours, grad) for ours, grad in pairs if ours is not None and grad is not None]
+                there = [
+                    (ours, grad)
+                    for ours, grad in pairs
+                    if ours is not None and grad is not None and ours.shape == grad.shape
+                ]
                 squares = sum(grad.double().square().sum().item() for _, grad in there)
                 products = sum((ours.double() * grad.double()).sum().item() for ours, grad in there)
                 if squares:

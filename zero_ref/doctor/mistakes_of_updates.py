@@ -131,10 +131,6 @@ class AddedOptionsLost(Mistake):
         if len(options) > 1:
             yield "the options of the group that was added are not passed on", {"lost": options}
 
-    def step(self, step: Step) -> None:
-        self.of_step = step
-        super().step(step)
-
     def forward(self, step: Step) -> None:
         if step.adds:
             groups = self.copies[0].optimizer.param_groups

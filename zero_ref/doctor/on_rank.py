@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torch import nn
 
 from zero_ref.doctor.model import ODD, Model, batch_for, drawn, set_values
 from zero_ref.doctor.program import Loss, NotSupportedError, Program, as_program
-from zero_ref.doctor.trace import Snapshot, Trace
-from zero_ref.doctor.trials import ADDED, FROZEN, Step, Trial
+from zero_ref.doctor.trace import Snapshot, Trace, noted
+from zero_ref.doctor.trials import ADDED, FROZEN, MICRO, Step, Trial
 
 ADDED_OPTIONS = {"lr": 2.0**-3}
 """Of the group that is added; also a weight decay, where the optimizer knows one."""
@@ -54,11 +55,15 @@ class Case:
 
     def data(self, step: Step, micro: int, rank: int) -> Any:
         """A rank's batch of a step."""
-        number = step.number * 16 + micro
         if self.batch is not None:
-            return self.batch(rank, number)
+            return self.batch(rank, step.number * (MICRO + 1) + min(micro, MICRO))
         without = step.unused + (step.unused_on_first if rank == 0 else ())
+        number = step.number * 16 + micro
         return batch_for(self.trial.shape, self.seed, rank, number, self.data_ranks, without)
+
+    def random_seed(self, step: Step, micro: int, rank: int) -> int:
+        """What a rank seeds torch with before a forward, so that its dropout is that of the plain loop."""
+        return Random(f"{self.seed}.{step.number}.{micro}.{rank}.forward").getrandbits(40)
 
     def added_data(self, step: Step, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A rank's batch for the layer that is added."""
@@ -93,6 +98,9 @@ def added_options(optimizer: Any) -> dict[str, Any]:
     groups = getattr(optimizer, "param_groups", None) or [{}]
     return ADDED_OPTIONS | ({"weight_decay": ADDED_DECAY} if "weight_decay" in groups[0] else {})
 
+
+INTERRUPTED = 15
+"""The number of the micro-batch that an exception ends."""
 
 BY_RAISE = ", by a raise statement"
 """Ends the note of an error with which a program refused something."""
@@ -179,8 +187,7 @@ class Player:
 
     def note(self, step: int, phase: Any, tensors: Any) -> None:
         """Add a snapshot to the trace."""
-        on_cpu = {name: None if tensor is None else tensor.cpu() for name, tensor in tensors.items()}
-        self.trace.append(Snapshot(step, phase, on_cpu))
+        self.trace.append(Snapshot(step, phase, noted(dict(tensors))))
 
     def play(self, step: Step) -> None:
         """One step of the trial."""
@@ -214,7 +221,7 @@ class Player:
         program = self.program
         if step.raises:
             self.doing = "forward, before an exception"
-            self.loss(step, 15)
+            self.loss(step, INTERRUPTED)
         losses = []
         for micro in range(step.micro):
             self.doing = "forward"
@@ -240,6 +247,7 @@ class Player:
         of_added = None
         if self.program.added:
             of_added = self.case.added_data(step, micro, self.rank)
+        torch.manual_seed(self.case.random_seed(step, micro, self.rank))
         loss = self.program.loss(self.case.data(step, micro, self.rank), of_added)
         return loss * math.nan if step.nan and self.rank == self.ranks - 1 else loss
 
@@ -279,8 +287,6 @@ def play_on_rank(case: Case) -> Played | Refused:
             return player.play_all()
     except NotSupportedError as refusal:
         return Refused(str(refusal))
-    except NotImplementedError as refusal:
-        return Refused(f"it raises {type(refusal).__name__}: {refusal}")
     except BaseException as error:
         how = BY_RAISE if is_deliberate(error) else ""
         error.add_note(f"in {player.doing}, step {player.number} of the trial {case.trial.name!r}{how}")
@@ -288,10 +294,15 @@ def play_on_rank(case: Case) -> Played | Refused:
 
 
 def is_deliberate(error: BaseException) -> bool:
-    """Whether a `raise` statement of the program refused something, in place of an operation that failed."""
+    """Whether a `raise` statement of the program refused something, in place of an operation that failed.
+
+    A statement in `torch.optim` is none of the program: the plain loop's optimizer has passed it.
+    """
     if not isinstance(error, ValueError | TypeError | RuntimeError | AssertionError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
+    if Path(frames[-1].filename).is_relative_to(Path(torch.optim.__file__).parent):
+        return False
     lines = [linecache.getline(frames[-1].filename, number) for number in range(*lines_of(frames[-1]))]
     return any(line.split() and line.split()[0] in ("raise", "assert") for line in lines)
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_ref.doctor.on_rank import Case
-from zero_ref.doctor.trace import Phase, Snapshot, Tensors, Trace
+from zero_ref.doctor.on_rank import INTERRUPTED, Case
+from zero_ref.doctor.trace import Phase, Snapshot, Tensors, Trace, noted
 from zero_ref.doctor.trials import FROZEN, Step
 
 Make = Callable[[nn.Module], Any]
@@ -134,6 +134,7 @@ class PlainLoop:
         ]
         self.buffers = [{n: b.clone() for n, b in model.named_buffers()} for _ in range(max(ranks))]
         self.local: list[list[Tensors]] = []
+        self.had: set[str] = set()
         self.parts: list[Part] = []
 
     def make(self, model: nn.Module) -> Any:
@@ -164,7 +165,7 @@ class PlainLoop:
         """A snapshot in each rank's trace."""
         of_copies = [of_copy(each) for each in self.copies]
         for rank, trace in enumerate(self.parts[-1].traces):
-            trace.append(Snapshot(step, phase, of_copies[rank if self.per_rank else 0]))
+            trace.append(Snapshot(step, phase, noted(of_copies[rank if self.per_rank else 0])))
 
     @staticmethod
     def values(of: Copy) -> Tensors:
@@ -203,7 +204,7 @@ class PlainLoop:
 
     def interrupted(self, step: Step) -> None:
         """A forward whose loss is thrown away: buffers have changed."""
-        for _ in self.losses(step, 15):
+        for _ in self.losses(step, INTERRUPTED):
             pass
 
     def forward(self, step: Step) -> None:
@@ -218,6 +219,10 @@ class PlainLoop:
                 loss.backward()
                 losses[rank].append(loss.detach().float().reshape(()))
                 self.local[rank].append({name: param.grad for name, param in named.items()})
+                if self.noise and self.case.own:  # whose sums are not exact
+                    for param in named.values():
+                        if param.grad is not None:
+                            self.noise.move(param.grad)
         for rank, trace in enumerate(self.parts[-1].traces):
             trace.append(Snapshot(step.number, "forward", {"loss": torch.stack(losses[rank])}))
 
@@ -230,11 +235,13 @@ class PlainLoop:
     def loss(self, step: Step, micro: int, rank: int) -> torch.Tensor:
         """Forward of one micro-batch of a rank."""
         case, of = self.case, self.copy_of(rank)
-        buffers = self.begun[self.source_of_buffers(rank)]
+        # As under DDP, which sends no buffers after a backward that reduced nothing.
+        buffers = self.begun[rank if 0 < micro < step.micro else self.source_of_buffers(rank)]
         with torch.no_grad():
             for name, buffer in of.model.named_buffers():
                 buffer.copy_(buffers[name])
         batch = case.data(step, micro, rank)
+        torch.default_generator.manual_seed(case.random_seed(step, micro, rank))
         loss = case.loss(of.model, batch) if case.loss else of.model(batch)
         self.buffers[rank] = {name: buffer.detach().clone() for name, buffer in of.model.named_buffers()}
         if of.added:
@@ -251,9 +258,10 @@ class PlainLoop:
         for rank, each in enumerate(self.copies):
             for name, param in each.named().items():
                 grad = self.reduced(name, rank)
-                if grad is None and not step.set_to_none and param.requires_grad:
+                if grad is None and not step.set_to_none and param.requires_grad and name in self.had:
                     grad = torch.zeros_like(param)
                 param.grad = grad
+                self.had |= {name} if grad is not None else set()
 
     def reduced(self, name: str, rank: int) -> torch.Tensor | None:
         """The gradient of a parameter: the mean over the ranks of the sum over their micro-batches."""
@@ -281,7 +289,7 @@ class PlainLoop:
                 for param in each.named().values():
                     self.noise.move(param)
                 for state in each.optimizer.state.values():
-                    for value in state.values():
+                    for value in state.values() if isinstance(state, dict) else [state]:
                         if isinstance(value, torch.Tensor) and value.numel() > 1:
                             self.noise.move(value)
 

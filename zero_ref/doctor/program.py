@@ -9,6 +9,7 @@ trial as not tried.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -172,7 +173,12 @@ class Program:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None, or to 0 if `set_to_none` is false."""
         if hasattr(self.optimizer, "zero_grad"):
-            self.optimizer.zero_grad(set_to_none=set_to_none)
+            if takes(self.optimizer.zero_grad, "set_to_none"):
+                self.optimizer.zero_grad(set_to_none=set_to_none)
+            elif set_to_none:
+                self.optimizer.zero_grad()
+            else:
+                raise NotSupportedError(f"{type(self.optimizer).__name__}.zero_grad takes no set_to_none")
             return
         for param in [*self.model.parameters(), *self.added.parameters()]:
             param.grad = None if set_to_none or param.grad is None else torch.zeros_like(param.grad)
@@ -204,6 +210,8 @@ class Program:
             raise NotSupportedError(
                 f"{type(self.optimizer).__name__} has no param_groups, where a scheduler writes"
             )
+        if not all(isinstance(group.get("lr"), float | int | torch.Tensor) for group in groups):
+            raise NotSupportedError(f"{type(self.optimizer).__name__} has a group without a learning rate")
         self._base_lrs += [group["lr"] for group in groups[len(self._base_lrs) :]]
         for group, lr in zip(groups, self._base_lrs, strict=True):
             group["lr"] = lr * factor
@@ -236,7 +244,7 @@ class Program:
             if not hasattr(self.optimizer, method):
                 raise NotSupportedError(f"{type(self.optimizer).__name__} has no {method}")
         if hasattr(self.optimizer, "consolidate_state_dict"):
-            self.optimizer.consolidate_state_dict(to=0)
+            self.optimizer.consolidate_state_dict(0)
         values, each_rank = self.values(), not hasattr(self.optimizer, "consolidate_state_dict")
         if rank == 0 or each_rank:
             saved = {
@@ -257,13 +265,35 @@ class Program:
         saved = torch.load(first, weights_only=False)
         if saved["each_rank"] and saved["ranks"] == dist.get_world_size():
             saved = torch.load(mine, weights_only=False)
-        elif saved["each_rank"] and not is_whole(saved["optimizer"], self.optimizer):
+        elif saved["each_rank"] and not self.has_whole(saved["optimizer"]):
             raise NotSupportedError(
-                f"{type(self.optimizer).__name__}.state_dict() gives a rank's own part, and has no "
-                "consolidate_state_dict: override save and load of doctor.Program"
+                f"{type(self.optimizer).__name__}.state_dict() lacks the state of some parameters, as a "
+                "rank's own part does, and there is no consolidate_state_dict: override save and load of "
+                "doctor.Program"
             )
         self.set_values(saved["values"], saved["buffers"])
         self.optimizer.load_state_dict(self.distributed(saved["optimizer"]))
+
+    def has_whole(self, state_dict: Any) -> bool:
+        """Whether a state dict has state for all parameters of the model, or for none, on every rank.
+
+        Collective: all ranks.
+        """
+        known = [*self.model.parameters(), *self.added.parameters()]
+        try:
+            params = [param for group in self.optimizer.param_groups for param in group["params"]]
+            saved = [len(group["params"]) for group in state_dict["param_groups"]]
+            whole = (
+                {id(param) for param in known if param.requires_grad} <= set(map(id, params))
+                and set(map(id, params)) <= set(map(id, known))
+                and saved == [len(group["params"]) for group in self.optimizer.param_groups]
+                and len(state_dict["state"]) in (0, sum(saved))
+            )
+        except (AttributeError, KeyError, TypeError):
+            whole = False
+        lacking = torch.tensor([float(not whole)], device=known[0].device)
+        dist.all_reduce(lacking)
+        return not lacking.item()
 
     def distributed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A state dict of whole tensors; the state of parameters that are DTensors is sharded like them."""
@@ -299,14 +329,13 @@ def average(params: list[nn.Parameter]) -> None:
             param.grad = grad.div_(dist.get_world_size())
 
 
-def is_whole(state_dict: Any, optimizer: Any) -> bool:
-    """Whether a state dict has the parameters of this optimizer, with state for each or for none."""
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function takes an argument of this name. One that cannot be looked into is taken to do so."""
     try:
-        saved = [len(group["params"]) for group in state_dict["param_groups"]]
-        ours = [len(group["params"]) for group in optimizer.param_groups]
-        return saved == ours and len(state_dict["state"]) in (0, sum(ours))
-    except (KeyError, TypeError):
-        return False
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -356,7 +385,8 @@ def as_program(returned: Any, model: nn.Module | None, loss: Loss | None) -> Pro
     modules = [part for part in parts if isinstance(part, nn.Module)]
     optimizers = [part for part in parts if not isinstance(part, nn.Module) and hasattr(part, "step")]
     expected = "an optimizer, (optimizer, wrapper)" if model is not None else "(model, optimizer[, wrapper])"
-    if len(optimizers) != 1 or len(modules) > 2 or len(modules) + len(optimizers) != len(parts):
+    too_many = len(modules) > 2 or (model is not None and len(modules) == 2 and modules[0] is not model)
+    if len(optimizers) != 1 or too_many or len(modules) + len(optimizers) != len(parts):
         kinds = ", ".join(type(part).__name__ for part in parts)
         raise TypeError(f"the factory returned ({kinds}): return {expected} or a doctor.Program.")
     if model is None:
@@ -366,4 +396,4 @@ def as_program(returned: Any, model: nn.Module | None, loss: Loss | None) -> Pro
             )
         return Program(optimizers[0], modules[0], modules[-1], loss=loss)
     by: Literal["program", "doctor"] = "program" if modules else "doctor"
-    return Program(optimizers[0], model, modules[0] if modules else None, averaged_by=by, loss=loss)
+    return Program(optimizers[0], model, modules[-1] if modules else None, averaged_by=by, loss=loss)

@@ -204,7 +204,7 @@ class Report:
         names = dict.fromkeys(name for name, _ in self.tried)
         found: list[Departure | Raised] = [*self.departures, *self.raised]
         bad = {one.trial for one in found}
-        lines = [f"{self.name} on {sizes} ranks: {self.verdict}"]
+        lines = [f"{self.name} on {sizes} {'rank' if sizes == '1' else 'ranks'}: {self.verdict}"]
         good = [name for name in names if name not in bad]
         if good:
             lines.append(f"equal to the plain loop: {', '.join(good)}")

@@ -32,5 +32,14 @@ class Snapshot:
         return self.phase in ("backward", "clip")
 
 
+def noted(tensors: Tensors) -> Tensors:
+    """The tensors as a snapshot has them: on the CPU, and complex ones as pairs of real numbers."""
+    return {name: None if tensor is None else _real(tensor.cpu()) for name, tensor in tensors.items()}
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 Trace = list[Snapshot]
 """One rank's snapshots, in the order in which they were taken."""
