@@ -1,4 +1,4 @@
-"""pytest plugin beside nbval: patient with kernels, and keeps what cells put out for the book.
+"""pytest plugin beside nbval: patient with kernels, without ports, and keeps what cells put out for the book.
 
 `make test` names a folder in ZERO_REF_EXECUTED. When all cells of a notebook have passed, it is written there
 with their outputs. book/execute.py takes it, if neither the notebook nor the package has changed since.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from jupyter_client.manager import KernelManager
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "ZERO_REF_EXECUTED"
@@ -119,22 +121,20 @@ def language_info(kernel: Any) -> Any:
     return kernel.kc.kernel_info(reply=True, timeout=600)["content"]["language_info"]
 
 
-def started_again(start: Callable[..., Any]) -> Callable[..., Any]:
-    """`start`, once more where the kernel died before it could answer.
+def without_ports(folder: str) -> Callable[..., KernelManager]:
+    """Makes managers of kernels that are spoken to by files in a folder, and not by ports.
 
     Jupyter chooses a kernel's ports before the process exists. Until the kernel listens there, another
-    process may take one, as tests on ranks do all the time, and the kernel ends. The next gets other ports.
+    process may take one, as tests on ranks do all the time; then the kernel ends, or nobody hears it.
+    The folder's path is short: that of a socket has some 100 characters at the most.
     """
 
-    def starts(*args: Any, **options: Any) -> Any:
-        try:
-            return start(*args, **options)
-        except RuntimeError as error:
-            if "died" not in str(error):
-                raise
-            return start(*args, **options)
+    def manager(**options: Any) -> KernelManager:
+        own = tempfile.mkdtemp(dir=folder)
+        files = {"ip": f"{own}/ipc", "connection_file": f"{own}/kernel.json"}
+        return KernelManager(transport="ipc", **files, **options)
 
-    return starts
+    return manager
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -152,6 +152,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return message
 
     RunningKernel.get_message = patiently
-    nbval.kernel.start_new_kernel = started_again(nbval.kernel.start_new_kernel)
+    sockets = tempfile.TemporaryDirectory(prefix="kernels-")
+    config.add_cleanup(sockets.cleanup)
+    nbval.kernel.KernelManager = without_ports(sockets.name)
     if os.environ.get(FOLDER):
         config.pluginmanager.register(Keeper(os.environ[FOLDER]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -81,23 +82,16 @@ def test_a_notebook_is_taken_until_it_or_the_package_changes(
     assert executed.kept(notebook) is None, "`make book` alone runs it"
 
 
-@pytest.mark.parametrize(
-    ("said", "starts"),
-    [("Kernel died before replying to kernel_info", 2), ("Kernel didn't respond in 600 seconds", 1)],
-)
-def test_a_kernel_that_dies_at_its_start_is_started_once_more(said: str, starts: int) -> None:
-    tried = []
-
-    def start(name: str) -> str:
-        tried.append(name)
-        if len(tried) < 2:
-            raise RuntimeError(said)
-        return "kernel"
-
-    again = executed.started_again(start)
-    if starts == 1:
-        with pytest.raises(RuntimeError, match="respond"):
-            again("python3")
-    else:
-        assert again("python3") == "kernel"
-    assert tried == ["python3"] * starts
+def test_a_kernel_is_spoken_to_without_ports() -> None:
+    with tempfile.TemporaryDirectory(prefix="kernels-") as sockets:
+        manager = executed.without_ports(sockets)()
+        manager.start_kernel()
+        try:
+            client = manager.client()
+            client.start_channels()
+            client.wait_for_ready(timeout=300)
+            client.stop_channels()
+            known = manager.get_connection_info()
+            assert Path(f"{known['ip']}-{known['shell_port']}").is_socket()
+        finally:
+            manager.shutdown_kernel(now=True)
