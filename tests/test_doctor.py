@@ -394,7 +394,8 @@ def test_the_help_names_every_trial(capsys):
 
 
 def test_the_page_names_every_mistake_that_the_doctor_knows():
-    _, _, after = Path("book/doctor.md").read_text("utf-8").partition("## The mistakes that it knows")
+    page = Path(__file__).parents[1] / "book" / "doctor.md"
+    _, _, after = page.read_text("utf-8").partition("## The mistakes that it knows")
     listed = re.findall(r"^- (.*)$", after.split("\n## ")[0], re.M)
     assert listed == [mistake.says for mistake in MISTAKES]
 
