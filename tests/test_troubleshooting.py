@@ -145,7 +145,8 @@ def test_names_on_the_page_exist() -> None:
     options |= set(inspect.signature(zero_ref.ShardedDataParallel).parameters)
     options |= set(inspect.signature(zero_ref.save_sharded).parameters)
     options |= set(inspect.signature(zero_ref.reduce_to_owners).parameters)
-    options |= {"to", "forward_sync_buffers"}  # of consolidate_state_dict; of DDP, in newer torch
+    # of consolidate_state_dict; of torch's collectives; of DDP, in newer torch
+    options |= {"to", "async_op", "forward_sync_buffers"}
     named = set(re.findall(r"`(\w+)=", PROSE))
     assert named <= options, named - options
 
