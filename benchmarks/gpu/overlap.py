@@ -10,7 +10,6 @@ from torch.profiler import profile, supported_activities
 
 from benchmarks import contenders, training
 from benchmarks.gpu.budget import Budget, Found, Skipped
-from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm import devices
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
@@ -71,14 +70,12 @@ def traced(name: str, config: GPTConfig) -> Found:
     loss = model(*given)
 
     def iterate() -> None:
-        """From one backward to the next: what `gather_in_forward` sends after a step arrives in it."""
+        """From one backward to the next, since what `gather_in_forward` sends arrives in the next forward."""
         nonlocal loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         loss = model(*given)
-        if isinstance(model, ShardedDataParallel):
-            model.wait_for_parameters()
 
     for _ in range(4):
         iterate()

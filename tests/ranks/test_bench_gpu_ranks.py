@@ -55,7 +55,7 @@ def under_way_at_the_end_of_a_trace() -> list[int]:
 
 
 def test_nothing_is_under_way_when_a_trace_ends() -> None:
-    # A message that ends under the next profile kills the process, in about one trace of a hundred.
+    # A message that ends under the next profile kills the process sooner or later.
     assert ranks.run(under_way_at_the_end_of_a_trace, 2) == [[0, 0, 0, 0]] * 2
 
 

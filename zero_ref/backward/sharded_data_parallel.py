@@ -116,8 +116,8 @@ class ShardedDataParallel(nn.Module):
         gather_in_forward: `optimizer.step` returns while new parameters are on their way, and each module
             waits for its own before its forward, its `state_dict` and its `load_state_dict`. Before you read
             a parameter yourself, or compute with one of a module that you do not call, call
-            `wait_for_parameters`; and before a profile ends, as torch 2.13 may crash where a message of Gloo
-            ends under a later profile. An error in another rank's step is raised where this rank waits.
+            `wait_for_parameters`. Call it before a profile ends too: torch 2.13 may crash if a message of
+            Gloo ends under a later profile. An error in another rank's step is raised where this rank waits.
         **fairscale: FairScale's other options. `reduce_fp16=True` is `reduce_dtype=torch.float16`.
             `auto_refresh_trainable` and `warn_on_trainable_params_changed` have no effect: a change of
             `requires_grad` is always noticed, and is no reason for a warning.
