@@ -121,6 +121,19 @@ def language_info(kernel: Any) -> Any:
     return kernel.kc.kernel_info(reply=True, timeout=600)["content"]["language_info"]
 
 
+class Attentive(KernelManager):
+    """A manager whose clients lose nothing that a kernel says.
+
+    nbval listens to a cell when the cell has ended. Until then a socket keeps a thousand messages at most and
+    drops what comes later, down to the word that the cell has ended. A progress bar says as much in a minute.
+    """
+
+    def client(self, **options: Any) -> Any:
+        client = super().client(**options)
+        client.context.rcvhwm = 0  # no limit, for the sockets that it opens from now on
+        return client
+
+
 def without_ports(folder: str) -> Callable[..., KernelManager]:
     """Makes managers of kernels that are spoken to by files in a folder, and not by ports.
 
@@ -132,7 +145,7 @@ def without_ports(folder: str) -> Callable[..., KernelManager]:
     def manager(**options: Any) -> KernelManager:
         own = tempfile.mkdtemp(dir=folder)
         files = {"ip": f"{own}/ipc", "connection_file": f"{own}/kernel.json"}
-        return KernelManager(transport="ipc", **files, **options)
+        return Attentive(transport="ipc", **files, **options)
 
     return manager
 

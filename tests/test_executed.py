@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +84,39 @@ def test_a_notebook_is_taken_until_it_or_the_package_changes(
     assert executed.kept(notebook) is None, "`make book` alone runs it"
 
 
-def test_a_kernel_is_spoken_to_without_ports() -> None:
+@contextmanager
+def kernel() -> Iterator[tuple[Any, Any]]:
+    """A kernel's manager and its client, as nbval gets them from the plugin."""
     with tempfile.TemporaryDirectory(prefix="kernels-") as sockets:
         manager = executed.without_ports(sockets)()
         manager.start_kernel()
+        client = manager.client()
         try:
-            client = manager.client()
             client.start_channels()
             client.wait_for_ready(timeout=300)
-            client.stop_channels()
-            known = manager.get_connection_info()
-            assert Path(f"{known['ip']}-{known['shell_port']}").is_socket()
+            yield manager, client
         finally:
+            client.stop_channels()
             manager.shutdown_kernel(now=True)
+
+
+def test_a_kernel_is_spoken_to_without_ports() -> None:
+    with kernel() as (manager, _):
+        known = manager.get_connection_info()
+        assert Path(f"{known['ip']}-{known['shell_port']}").is_socket()
+
+
+def test_nothing_that_a_long_cell_says_is_lost() -> None:
+    """nbval reads it when the cell has ended, up to the kernel's word that it is idle."""
+    source = "from IPython.display import clear_output\nfor _ in range(5000): clear_output()"
+    with kernel() as (_, client):
+        own = client.execute(source)
+        while client.get_shell_msg(timeout=300)["parent_header"].get("msg_id") != own:
+            pass
+        heard, idle = 0, False
+        while not idle:
+            message = client.get_iopub_msg(timeout=60)
+            heard += message["msg_type"] == "clear_output"
+            of_cell = message["parent_header"].get("msg_id") == own
+            idle = of_cell and message["content"].get("execution_state") == "idle"
+    assert heard == 5000

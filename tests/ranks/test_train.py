@@ -11,16 +11,19 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.cli import main
 from zero_ref.lab import meter, ranks
+from zero_ref.lab.compare import compare
 from zero_ref.lab.config import COMPARED, GPTConfig, TrainConfig
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.outcome import outcome, predict
@@ -424,15 +427,13 @@ def test_the_demo_writes_its_pictures_and_a_page(tmp_path: Path, capsys: pytest.
 def test_a_wrong_prediction_fails_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from zero_ref.lab import compare
-
     right = predict
 
     def wrong(config: TrainConfig, world_size: int) -> object:
         plan = right(config, world_size)
         return replace(plan, operations=plan.operations[:-1])
 
-    monkeypatch.setattr(compare, "predict", wrong)
+    monkeypatch.setattr("zero_ref.lab.compare.predict", wrong)
     assert main(["train", "--ranks", "2", *small_arguments()]) == 1
     assert "zero-bucket: collectives predicted 2, measured 3" in capsys.readouterr().err
 
@@ -747,6 +748,16 @@ def test_plain_lines_take_the_place_of_the_bar(capsys: pytest.CaptureFixture[str
     said = capsys.readouterr()
     assert re.fullmatch(r"step 1: training loss 5\.\d{3}\n", said.err)
     assert "━" not in said.out
+
+
+def test_a_quiet_console_shows_nothing_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    compare(("zero",), SMALL, 1, Console(file=StringIO(), force_jupyter=True))
+    assert shown, "elsewhere a notebook has a bar"
+    shown.clear()
+    compare(("zero",), SMALL, 1, Console(quiet=True, force_jupyter=True))
+    assert shown == []
 
 
 def test_ctrl_c_ends_a_command_with_one_line_and_its_ranks(tmp_path: Path) -> None:

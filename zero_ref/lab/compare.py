@@ -59,7 +59,7 @@ def compare(
 
     Args:
         config: trained `under` each strategy.
-        console: shows a progress bar for each, unless the logs are plain lines.
+        console: shows a progress bar for each, unless it is quiet or the logs are plain lines.
         logs: written by this process, while the ranks train.
         timeout: seconds for each strategy.
     Raises:
@@ -129,7 +129,7 @@ def _following(name: str, steps: int, console: Console, log: RunLog, bar: bool) 
         TextColumn("loss {task.fields[loss]}"),
         TimeRemainingColumn(),
         console=console,
-        disable=not bar,
+        disable=not bar or console.quiet,  # in a notebook a quiet console shows an empty bar, again and again
     )
     with log, tempfile.TemporaryDirectory() as folder, shown:
         report = ProgressFile(os.path.join(folder, "progress"))
