@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -293,9 +294,12 @@ def test_nbval_passes_the_solutions_and_fails_each_blank_stub(tmp_path: Path) ->
         ]
         path.write_text(json.dumps(notebook))
     report = tmp_path / "report.xml"
+    # With executed.py beside it nbval is patient, and no other test takes a port from a kernel that starts.
+    nbval = ["-p", "executed", "--nbval-lax", "--nbval-current-env", "--nbval-kernel-startup-timeout=300"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-current-env", f"--junitxml={report}", "."],
+        [sys.executable, "-m", "pytest", *nbval, f"--junitxml={report}", "."],
         cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tests")},
         capture_output=True,
         text=True,
         timeout=600,
