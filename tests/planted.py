@@ -1,9 +1,11 @@
 """Training programs with a mistake in each, for the doctor's tests: factories, and what has to be said."""
 
 import copy
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_ref import ZeroRedundancyOptimizer, doctor
@@ -20,6 +22,12 @@ def adamw(model, **options):
 def plain_ddp(model):
     ddp = DDP(model, find_unused_parameters=True)
     return adamw(ddp), ddp
+
+
+def give_up_soon():
+    """From here on a collective that not all ranks call ends after half a second. All ranks call this."""
+    dist.barrier()
+    _set_pg_timeout(timedelta(seconds=0.5), dist.group.WORLD)
 
 
 class Hooked(doctor.Program):

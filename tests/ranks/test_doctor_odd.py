@@ -238,6 +238,21 @@ def test_a_trial_that_one_rank_alone_cannot_do_is_a_finding():
     )
 
 
+class OneRankCannotClip(planted.Hooked):
+    def clip(self, max_norm):
+        planted.give_up_soon()
+        if dist.get_rank() == 2:
+            raise doctor.NotSupportedError("it has no norm")
+        super().clip(max_norm)
+
+
+def test_one_rank_that_stops_alone_is_named_and_not_those_that_wait_for_it():
+    (raised,) = examined(OneRankCannotClip, ["clipping"], ranks=(3,)).raised
+    assert (raised.trial, raised.rank) == ("clipping", 2)
+    assert raised.summary == "it refuses the trial, and other ranks do not: it has no norm"
+    assert "rank 0" in raised.text, "what the others met is told too"
+
+
 class WaitsForNobody(planted.Hooked):
     def set_lr_factor(self, factor):
         self.waits()

@@ -3,7 +3,6 @@
 import functools
 import re
 import shlex
-import time
 import warnings
 
 import planted
@@ -203,9 +202,9 @@ class CannotClip(planted.Hooked):
 
 class Hangs(planted.Hooked):
     def clip(self, max_norm):
+        planted.give_up_soon()
         if dist.get_rank() == 1:
             dist.barrier()
-        time.sleep(0.01)
 
 
 def test_an_exception_on_one_rank_is_a_finding_with_its_place():
@@ -255,11 +254,11 @@ def test_what_a_program_cannot_do_is_not_tried():
     assert not report.healthy  # nothing was tried
 
 
-def test_a_rank_that_hangs_is_named_within_the_time_out(impatient):
-    report = examined(Hangs, ranks=(2,), only=["clipping"], timeout=10)
+def test_where_a_rank_hangs_is_told():
+    report = examined(Hangs, ranks=(2,), only=["clipping"])
     (raised,) = report.raised
     assert raised.trial == "clipping"
-    assert "clip" in raised.text
+    assert re.search(r"in clip:?\s+dist\.barrier\(\)", raised.text)
 
 
 # --------------------------------------------------------------------------------------- the command

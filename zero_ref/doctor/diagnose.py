@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,16 @@ from zero_ref.doctor.causes import Causes
 from zero_ref.doctor.compare import Where, bounds_of, first_departure
 from zero_ref.doctor.mistake import Patient
 from zero_ref.doctor.model import Model, Shape, quiet_scale
-from zero_ref.doctor.on_rank import BY_RAISE, Case, Played, Refused, added_options, play_on_rank, takes_model
+from zero_ref.doctor.on_rank import (
+    BY_RAISE,
+    Case,
+    Played,
+    Refused,
+    added_options,
+    play_on_rank,
+    refusals_in,
+    takes_model,
+)
 from zero_ref.doctor.plain import Make, Noise, Part, PlainLoop
 from zero_ref.doctor.program import Loss
 from zero_ref.doctor.report import Departure, NotTried, Raised, Report
@@ -243,6 +253,20 @@ def is_refusal(error: lab_ranks.RankError) -> bool:
     return all(re.sub(r"\d+", "", text).startswith(begin) for text in error.others.values())
 
 
+def refused_alone(reasons: dict[int, str], met: lab_ranks.RankError | None = None) -> lab_ranks.RankError:
+    """The error of a trial that some ranks refuse and others do not.
+
+    Args:
+        reasons: of the ranks that refuse it.
+        met: what the others met meanwhile, such as a collective that never ended.
+    """
+    rank, reason = min(reasons.items())
+    summary = f"it refuses the trial, and other ranks do not: {reason}"
+    others = met.others | {met.rank: f"raised {met.summary}"} if met else {}
+    text = f"rank {rank}: {summary}" + (f"\n\n{met}" if met else "")
+    return lab_ranks.RankError(text, rank, summary, others)
+
+
 class _Doctor:
     """The settings that all trials share, and what was found so far."""
 
@@ -331,15 +355,18 @@ class _Doctor:
                 if self.fresh:
                     lab_ranks.shutdown()
                 with contextlib.redirect_stdout(self.printed), contextlib.redirect_stderr(self.printed):
-                    outcomes = lab_ranks.run(
-                        play_on_rank, size, call, timeout=self.timeout, backend=self.backend
-                    )
-                if refusals := {r: one for r, one in enumerate(outcomes) if isinstance(one, Refused)}:
-                    rank, first = next(iter(refusals.items()))
-                    if len(refusals) == size:
-                        return first
-                    summary = f"it refuses the trial, and other ranks do not: {first.reason}"
-                    raise lab_ranks.RankError(f"rank {rank}: {summary}", rank, summary)
+                    try:
+                        outcomes = lab_ranks.run(
+                            play_on_rank, size, call, timeout=self.timeout, backend=self.backend
+                        )
+                    except lab_ranks.RankError as error:
+                        if reasons := refusals_in(Path(folder)):
+                            raise refused_alone(reasons, error) from error
+                        raise
+                if reasons := {r: one.reason for r, one in enumerate(outcomes) if isinstance(one, Refused)}:
+                    if len(reasons) == size:
+                        return Refused(reasons[0])
+                    raise refused_alone(reasons)
                 traces = []
                 for outcome in outcomes:
                     assert isinstance(outcome, Played)

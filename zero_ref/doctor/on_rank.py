@@ -113,6 +113,20 @@ class Refused:
         self.reason = reason
 
 
+def leave_refusal(folder: Path, rank: int, reason: str) -> None:
+    """Leave a rank's reason in the folder of the trial, for `refusals_in`.
+
+    If the other ranks go on, what the ranks return is lost: they wait for this one until their time is over.
+    """
+    (folder / f"refused-by-rank-{rank}").write_text(reason, encoding="utf-8")
+
+
+def refusals_in(folder: Path) -> dict[int, str]:
+    """The reasons that were left in the folder of a trial, by rank."""
+    found = folder.glob("refused-by-rank-*")
+    return {int(file.name.rpartition("-")[2]): file.read_text(encoding="utf-8") for file in found}
+
+
 @dataclass
 class Played:
     """What a rank noted.
@@ -286,6 +300,7 @@ def play_on_rank(case: Case) -> Played | Refused:
             )  # a warning of the program is no error, whatever the caller's filters
             return player.play_all()
     except NotSupportedError as refusal:
+        leave_refusal(Path(case.folder), player.rank, str(refusal))
         return Refused(str(refusal))
     except BaseException as error:
         how = BY_RAISE if is_deliberate(error) else ""
