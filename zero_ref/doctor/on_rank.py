@@ -116,7 +116,8 @@ class Refused:
 def leave_refusal(folder: Path, rank: int, reason: str) -> None:
     """Leave a rank's reason in the folder of the trial, for `refusals_in`.
 
-    If the other ranks go on, what the ranks return is lost: they wait for this one until their time is over.
+    Other ranks may go on, and wait for this one until a collective gives up. Then the call raises, and what
+    this rank returned is lost.
     """
     (folder / f"refused-by-rank-{rank}").write_text(reason, encoding="utf-8")
 
