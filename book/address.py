@@ -104,7 +104,7 @@ def install_cell(address: str | None) -> str:
 
 
 def readme_lines(address: str | None) -> str:
-    """How to get the repository, and where to read with nothing installed."""
+    """Return the lines that say how to get the repository, and where to read with nothing installed."""
     if address is None:
         return "Run them in a clone of this repository.\n"
     name = address.removeprefix("https://github.com/")
@@ -120,7 +120,7 @@ def readme_lines(address: str | None) -> str:
 
 
 def written(text: str, path: Path, address: str | None) -> str:
-    """What is in a file, with the address as it is set.
+    """Return the content of a file, with the address as it is set.
 
     Raises:
         ValueError: the file has no place for it.

@@ -26,7 +26,7 @@ MOST_ON_OPENING = 3_000_000
 
 
 class Page(HTMLParser):
-    """What one page links to, loads and shows."""
+    """The links of one page, the files that it loads and the pictures that it shows."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def weight_on_opening(path: Path, page: Page) -> int:
 
 
 def too_heavy(path: Path, page: Page) -> list[str]:
-    """What of a page's weight is over its limit."""
+    """Return the parts of a page's weight that are over their limits."""
     html, all_of_it = path.stat().st_size, weight_on_opening(path, page)
     found = []
     if html > MOST_HTML:

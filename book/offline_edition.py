@@ -157,7 +157,7 @@ class Article(HTMLParser):
         return re.sub(r"url\(#([^)]*)\)", lambda m: f"url(#{anchor_of(self.page, m[1])})", value)
 
     def link(self, href: str) -> str | None:
-        """Where a link goes: to another site as before, else to a place in the file, or nowhere."""
+        """Return the target of a link: another site as before, else a place in the file, or nothing."""
         parts = urlsplit(href)
         if parts.scheme or parts.netloc:
             return href

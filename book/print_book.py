@@ -18,7 +18,7 @@ from reader import OPTIONS, PATIENCE_MS, find_chromium  # tests/browser/reader.p
 
 
 class Printed(NamedTuple):
-    """What a PDF has in it.
+    """The contents of a PDF.
 
     Args:
         pages: how many.

@@ -53,7 +53,7 @@ NAMED |= {
     "s": {"s"},
     "seconds": {"s"},
 }
-"""What a name of a unit is, as a part of a name in code."""
+"""The parts of names in code that name a unit."""
 
 PERCENT = ("%", "percent")
 COUNTING = ("hundred", "thousand", "million", "billion", "trillion")
@@ -166,7 +166,7 @@ UNTRUE = "987654321"  # stands for a formula whose sides are not equal; no liter
 
 
 def still_open(latex: str) -> str:
-    """What of a formula needs an assert: nothing of a true equation; else large numbers, decimals, some Ψ."""
+    """Return what of a formula needs an assert: nothing of a true equation, else numbers and some Ψ."""
     for pattern, python in PYTHON_OF_LATEX.items():
         latex = re.sub(pattern, python, latex)
     sides = [side.strip() for side in re.split("[=~]", latex)]

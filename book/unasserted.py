@@ -132,7 +132,7 @@ class Asserted(NamedTuple):
 
 
 def asserted(sources: Iterable[str]) -> Asserted:
-    """What the asserts of all cells together hold."""
+    """Return the numbers that the asserts of all cells hold."""
     tree = ast.parse("\n".join(sources))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = {alias.asname or alias.name for node in imports for alias in node.names}
@@ -162,14 +162,14 @@ def asserted(sources: Iterable[str]) -> Asserted:
 
 
 class Reading(NamedTuple):
-    """What was found in a text: numbers without an assert, and numbers with a reason."""
+    """The numbers found in a text: those without an assert, and those with a reason."""
 
     left: list[str]
     excused: list[str]
 
 
 def numbers_on(page: str) -> set[float]:
-    """What stands on a page that others may refer to."""
+    """Return the numbers on a page that others may refer to."""
     return {*literals(ast.Constant((ROOT / page).read_text(encoding="utf-8")))}
 
 

@@ -56,7 +56,7 @@ PACKAGES = [
 
 
 def wanted() -> dict[str, str]:
-    """What the stamp holds once everything is there: the version of each package and the files kept of it."""
+    """Return the content of a complete stamp: the version of each package and the files kept of it."""
     return {p.name: f"{p.version} {p.keep}" for p in PACKAGES}
 
 

@@ -13,7 +13,7 @@ from sphinx.environment import BuildEnvironment
 
 
 def slug(term: str) -> str:
-    """What a link calls a word of the glossary.
+    """Return the anchor of a word of the glossary.
 
     >>> slug("Newton-Schulz iteration"), slug("Ψ")
     ('term-newton-schulz-iteration', 'term-psi')

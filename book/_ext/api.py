@@ -412,7 +412,7 @@ def prose_to_rest(text: str, link: Link = lambda code: None) -> str:
 
 
 def link_from(name: str, thing: object, index: Index, code: str) -> str | None:
-    """What `code` refers to in the docstring of `thing`; its own arguments and itself are no links.
+    """Find the name that `code` means in the docstring of `thing`; its own arguments and itself are no links.
 
     Args:
         name: the full name of `thing` in the reference.

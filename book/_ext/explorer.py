@@ -57,7 +57,7 @@ def add_script(app: Sphinx) -> None:
 
 
 def write_modules(app: Sphinx, exception: Exception | None) -> None:
-    """What Python in the browser imports, in one archive that is the same for the same files."""
+    """Write the modules that Python in the browser imports to one archive, the same for the same files."""
     static = Path(app.outdir, "_static", "live")
     if exception or app.builder.format != "html" or not static.is_dir():
         return

@@ -23,7 +23,7 @@ class StairDirective(SphinxDirective):
     required_arguments = 1
 
     def shown(self, stair: str) -> nodes.Node:
-        """What stands in the page."""
+        """Return the comparison as HTML."""
         return nodes.raw("", StairDiff(stair)._repr_html_(), format="html")
 
     def run(self) -> list[nodes.Node]:
@@ -37,7 +37,7 @@ class StubDirective(StairDirective):
     """```{stub} buckets```: the file of the reader, to be filled in."""
 
     def shown(self, stair: str) -> nodes.Node:
-        """What stands in the page."""
+        """Return the stub as a block of Python."""
         text = stub(stair)
         return nodes.literal_block(text, text, language="python")
 

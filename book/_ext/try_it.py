@@ -28,7 +28,7 @@ LEFT_OUT = {"install", "exercise", "check", "solution"}
 
 
 class Trial(TypedDict):
-    """What a page knows of a cell to try.
+    """A cell to try, as its page needs it.
 
     `cell` is its id; `before` holds what runs first, each a piece of code or, as `{"cell": id}`, such a cell.
     """

@@ -201,7 +201,7 @@ def _used_on_this_stream(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _packed(flat: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
-    """These runs as one tensor: a view where there is only one."""
+    """Join the runs to one tensor; a single run is a view."""
     return flat[runs[0]] if len(runs) == 1 else torch.cat([flat[run] for run in runs] or [flat[:0]])
 
 

@@ -95,7 +95,7 @@ class FairScale(Program):
 
 
 class DeepSpeed(Program):
-    """What `deepspeed.initialize` gave. Its engine averages gradients, clips and zeroes them by itself.
+    """The result of `deepspeed.initialize`. Its engine averages, clips and zeroes gradients by itself.
 
     >>> def sharded(model):
     ...     made = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -138,7 +138,7 @@ class DeepSpeed(Program):
         self._clipped = True
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Those that the engine has averaged; none once it is to clip, which it does while it steps."""
+        """Return the averaged gradients; none if the engine clips, since it does so while it steps."""
         if self._clipped:
             return {}
         full = _of_deepspeed("safe_get_full_grad")

@@ -1,4 +1,4 @@
-"""What a departure comes from: each mistake that may have been made is played, and compared.
+"""The cause of a departure, found by playing each known mistake in a plain loop and comparing.
 
 A cause is named if a plain loop with that mistake has, within what reordered sums explain, every value that
 departs, in all steps. Several may: then all are named. Two kinds need no loop: values of an earlier step, as
@@ -43,7 +43,7 @@ class Causes:
         self.known: list[str] = []
 
     def of(self, patient: Patient) -> tuple[str, ...]:
-        """Those that give what was observed; none if no known one does."""
+        """Return the causes that give what was observed; none if no known cause does."""
         ranks_of = stale_values(patient)
         if not ranks_of:
             return self.mistakes(patient)
@@ -88,7 +88,7 @@ def variants_for(patient: Patient) -> Iterator[tuple[str, Variant]]:
 
 
 def gives(patient: Patient, variant: Variant) -> int | None:
-    """What `explains` says of a plain loop with this mistake."""
+    """Return the result of `explains` for a plain loop with this mistake."""
     mistake, chosen = variant
     # Some mistakes cannot be made here, such as a class that refuses these options or this step count.
     with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
@@ -97,7 +97,7 @@ def gives(patient: Patient, variant: Variant) -> int | None:
 
 
 def stale_values(patient: Patient) -> dict[str, set[int]]:
-    """Where values stand that are those of an earlier step, by name the ranks; empty if others depart too."""
+    """Return, by name, the ranks with values of an earlier step; empty if other values depart too."""
     ranks_of: dict[str, set[int]] = {}
     begun = {f"added.layer.{name}": param for name, param in patient.case.added_layer().named_parameters()}
     beginning = Snapshot(0, "start", dict(begun))

@@ -1,4 +1,4 @@
-"""Where what ranks noted departs from the plain loop, by more than reordered sums explain."""
+"""Find the values of a trial that depart from the plain loop by more than reordered sums explain."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Where:
 
 
 def bounds_of(expected: Sequence[Part], noisy: Sequence[Sequence[Part]]) -> Bounds:
-    """What noise explains: for each snapshot and name one bound for all elements and ranks."""
+    """Return the bound of what noise explains: for each snapshot and name, one for all elements and ranks."""
     bounds: Bounds = []
     for number, part in enumerate(expected):
         of_part: dict[tuple[int, str], dict[str, float]] = {}

@@ -43,7 +43,7 @@ class InFile:
         return f"{self.path}:{self.name}"
 
     def loaded(self) -> Any:
-        """What stands under the name.
+        """Return the object that has this name in the file.
 
         Raises:
             ValueError: the file has no such name, or what it has cannot be called.

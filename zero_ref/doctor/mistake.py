@@ -86,12 +86,12 @@ class Mistake(PlainLoop):
 
     @classmethod
     def variants(cls, patient: Patient) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What each variant says, and the attributes that it has."""
+        """Yield the sentence of each variant, and its attributes."""
         yield cls.says, {}
 
 
 def explains(patient: Patient, supposed: Sequence[Part]) -> int | None:
-    """How many elements depart in the supposed loop alone; None if it explains nothing.
+    """Return the number of elements that depart in the supposed loop alone; None if it explains nothing.
 
     It explains a departure if every element that departs, in any step, is as some rank of the supposed
     loop has it. Elements that do not depart need not agree, as a mistake may concern a part of the

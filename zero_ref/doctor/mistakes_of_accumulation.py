@@ -35,7 +35,7 @@ class OneMicroBatch(Mistake):
 
 
 class OnlyLastReduced(Mistake):
-    """What was accumulated before the last micro-batch stays on its rank."""
+    """Gradients accumulated before the last micro-batch stay on their rank."""
 
     says = "only the last micro-batch is reduced over the ranks; the others stay on their rank"
     per_rank = True

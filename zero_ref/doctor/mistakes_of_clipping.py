@@ -132,7 +132,7 @@ class NormMiscounted(Unclipped):
 
 
 class VectorsCountedOnEveryRank(Unclipped):
-    """What every rank has, such as biases, counts once for each rank in the sum of squares."""
+    """Parameters that every rank has, such as biases, count once for each rank in the sum of squares."""
 
     says = "the norm counts what is no matrix once for every rank"
 

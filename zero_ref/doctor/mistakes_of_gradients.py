@@ -154,7 +154,7 @@ class OneRankLost(Mistake):
 
 
 class OneUseOfTied(Mistake):
-    """Of a weight that two layers share, one layer's gradient is lost, or counts twice."""
+    """One gradient of a weight that two layers share is lost, or counts twice."""
 
     says = "of tied weights one use's gradient is lost"
     lost: str

@@ -16,7 +16,7 @@ from zero_ref.doctor.plain import Copy
 from zero_ref.doctor.trials import Step
 
 DECOUPLED = "decoupled_weight_decay"
-"""What tells torch's AdamW, which is a kind of Adam, from Adam."""
+"""The option that tells torch's AdamW, which is a kind of Adam, from Adam."""
 
 
 def class_defaults(optimizer: Any) -> dict[str, Any]:

@@ -24,13 +24,13 @@ from zero_ref.doctor.trace import Snapshot, Trace, noted
 from zero_ref.doctor.trials import ADDED, FROZEN, MICRO, Step, Trial
 
 ADDED_OPTIONS = {"lr": 2.0**-3}
-"""Of the group that is added; also a weight decay, where the optimizer knows one."""
+"""The learning rate of the group that is added, which has a weight decay too if the optimizer knows one."""
 ADDED_DECAY = 0.25
 
 
 @dataclass(frozen=True)
 class Case:
-    """What all ranks need to know of a trial.
+    """A trial, as all ranks need to know it.
 
     Args:
         factory: makes the program.
@@ -62,7 +62,7 @@ class Case:
         return batch_for(self.trial.shape, self.seed, rank, number, self.data_ranks, without)
 
     def random_seed(self, step: Step, micro: int, rank: int) -> int:
-        """What a rank seeds torch with before a forward, so that its dropout is that of the plain loop."""
+        """Return the seed of a rank's forward, so that its dropout is that of the plain loop."""
         return Random(f"{self.seed}.{step.number}.{micro}.{rank}.forward").getrandbits(40)
 
     def added_data(self, step: Step, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,7 +130,7 @@ def refusals_in(folder: Path) -> dict[int, str]:
 
 @dataclass
 class Played:
-    """What a rank noted.
+    """The record that one rank made of a trial.
 
     Attributes:
         module: where the program has a model of its own, a copy of it as it was at first.

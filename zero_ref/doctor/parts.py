@@ -13,7 +13,7 @@ Named = Sequence[tuple[str, nn.Parameter]]
 Parts = list[list[tuple[str, slice]]]
 """For each rank the elements that it has: a parameter's name, and a slice of it flattened."""
 PartsOf = Callable[[Named, int], Parts]
-"""Of named parameters and a number of ranks."""
+"""A function of named parameters and a number of ranks."""
 
 
 def by_rule(rule: Any) -> PartsOf:

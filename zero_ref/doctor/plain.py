@@ -34,7 +34,7 @@ class Part:
 
 
 class Noise:
-    """What no program can be asked to do alike: the order of sums, and the last bit of an update.
+    """Noise that every correct program may have: the order of sums, and the last bit of an update.
 
     Args:
         seed: another seed, another order and other bits.
@@ -142,7 +142,7 @@ class PlainLoop:
         return self.made(model)
 
     def copy_of(self, rank: int) -> Copy:
-        """What a rank has."""
+        """Return the model and optimizer of a rank."""
         return self.copies[rank if self.per_rank else 0]
 
     # --------------------------------------------------------------------------------------- the steps
@@ -274,7 +274,7 @@ class PlainLoop:
     # ------------------------------------------------------------------------------- what a mistake changes
 
     def schedule(self, of: Copy, factor: float) -> None:
-        """What a scheduler does to the learning rates."""
+        """Change the learning rates as a scheduler would."""
         of.set_lr_factor(factor)
 
     def clip(self, of: Copy, rank: int, max_norm: float) -> None:
@@ -303,7 +303,7 @@ class PlainLoop:
         self.note(step.number, "load", self.values)
 
     def loaded(self, of: Copy) -> None:
-        """What is in new objects after loading: everything."""
+        """Change what new objects have after loading; in a right program nothing."""
 
 
 def total(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

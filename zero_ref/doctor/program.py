@@ -368,7 +368,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_program(returned: Any, model: nn.Module | None, loss: Loss | None) -> Program:
-    """What a factory returned, as a Program.
+    """Wrap the result of a factory as a Program.
 
     Args:
         model: the doctor's; None if the factory makes a model of its own.

@@ -18,7 +18,7 @@ SHOWN_LINES = 24
 
 @dataclass(frozen=True)
 class Departure:
-    """Where one trial departs from the plain loop.
+    """The place where one trial departs from the plain loop.
 
     Attributes:
         trial: the trial's name.
@@ -186,7 +186,7 @@ class Report:
 
     @property
     def refusals(self) -> str:
-        """What a strict check says if the program is healthy but for trials that it refused."""
+        """The message of a strict check if the program is healthy but refused some trials."""
         names = ", ".join(dict.fromkeys(one.trial for one in self.refused))
         return f"the program refused {names}, and the check is strict: leave out what it may refuse."
 

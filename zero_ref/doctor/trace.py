@@ -1,4 +1,4 @@
-"""What is noted of a trial: the losses, gradients and values after each phase of each step."""
+"""The record of a trial: the losses, gradients and values after each phase of each step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 Phase = Literal["start", "load", "forward", "backward", "clip", "step"]
-"""Where in a step something was noted: "start" is before the first step, "load" after a save was loaded."""
+"""The phase of a step in which something was noted. "start" is before the first step, "load" after a load."""
 
 Tensors = dict[str, torch.Tensor | None]
 

@@ -1,4 +1,4 @@
-"""What ranks do together: `stairs/owners.py` made complete. Read `step` first, then `shard/shard.py`.
+"""The work that ranks do together: `stairs/owners.py` made complete. Read `step`, then `shard/shard.py`.
 
 - `zero_redundancy_optimizer`: the class and its step;
 - `registered`: what the user has given;
