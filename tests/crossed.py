@@ -141,8 +141,7 @@ def on_processes(size: int, replicas: int, members: Sequence[int], *args: Any) -
 def play(trial: Trial, folder: str) -> None:
     """A whole program. Where ranks are processes, each of them calls it."""
     values, rng = trial.values, trial.random("loop")
-    muon = [False, True, False] if values["classes"] == "muon" else [False, False]
-    blocks = [draw_block(rng, values, of_muon) for of_muon in muon]
+    blocks = [draw_block(rng, values) for _ in range(2)]
     started = [(params, [True] * len(params), options) for params, options in blocks]
     passed = Passed(started, [torch.zeros(2), torch.tensor(0)])
     replicas, here = values["replicas"], Path(folder, f"{trial.seed}")

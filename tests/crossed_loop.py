@@ -14,8 +14,6 @@ from test_subclasses import Halved
 from torch import nn, optim
 from training import OnMasters
 
-from zero_ref.shard.several import SeveralOptimizers
-
 BOUND = 2  # of the absolute value of an integer in the data, before it is made divisible
 SHAPES = [(), (0,), (7,), (64,), (128,), (1000,), (4, 3, 3, 3), (8, 16), (300, 3), (5, 13)]
 MATRICES = [(8, 16), (5, 13), (3, 64)]
@@ -58,17 +56,13 @@ class LowBit(optim.Optimizer):
         return loss
 
 
-def several(groups: Any, **options: Any) -> optim.Optimizer:
-    return SeveralOptimizers(groups, optim.AdamW, **options)
-
-
-# By the option "classes": the class, the unsharded one if that is another, the options.
-CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "sgd": (optim.SGD, optim.SGD, {"lr": 2**-6, "weight_decay": 0.1}),
-    "momentum": (optim.SGD, optim.SGD, {"lr": 2**-6, "momentum": 0.5}),
-    "adamw": (optim.AdamW, optim.AdamW, {"lr": 2**-6, "eps": 2**-10, "amsgrad": True}),
-    "muon": (optim.AdamW, several, {"lr": 2**-6, "eps": 2**-10}),
-    "low_bit": (LowBit, LowBit, {"lr": 2**-6}),
+# By the option "classes": the class and its options.
+CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (optim.SGD, {"lr": 2**-6, "weight_decay": 0.1}),
+    "momentum": (optim.SGD, {"lr": 2**-6, "momentum": 0.5}),
+    "adamw": (optim.AdamW, {"lr": 2**-6, "eps": 2**-10, "amsgrad": True}),
+    "muon": (optim.Muon, {"lr": 2**-6}),
+    "low_bit": (LowBit, {"lr": 2**-6}),
 }
 
 Data = dict[int, torch.Tensor]
@@ -127,19 +121,18 @@ class Passed:
     state: Any = None
 
 
-def draw_block(rng: Random, chosen: Values, muon: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
+def draw_block(rng: Random, chosen: Values) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """The values of a group's parameters, and its options."""
     values = []
     for number in range(rng.randint(2, 4)):
-        shape = rng.choice(MATRICES if muon or not number else SHAPES)
+        shape = rng.choice(MATRICES if chosen["classes"] == "muon" or not number else SHAPES)
         mixed = rng.choice(["float32", "bfloat16"])
         dtype = getattr(torch, mixed if chosen["dtype"] == "mixed" else chosen["dtype"])
         generator = torch.Generator().manual_seed(rng.getrandbits(40))
         value = torch.randint(-64, 65, shape, generator=generator).to(dtype) / 64
         layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
         values.append(value.contiguous(memory_format=layout))
-    options: dict[str, Any] = {"optimizer_class": optim.Muon} if muon else {}
-    return values, options | {"lr": rng.choice([2**-4, 2**-6, 2**-8])}
+    return values, {"lr": rng.choice([2**-4, 2**-6, 2**-8])}
 
 
 class Loop:
@@ -163,7 +156,7 @@ class Loop:
             for param, is_trained in zip(self.model.blocks[-1].parameters(), trained, strict=True):
                 param.requires_grad_(is_trained)
         self.send_buffers()
-        _, plain, defaults = CLASSES[chosen["classes"]]
+        plain, defaults = CLASSES[chosen["classes"]]
         if chosen["masters"]:
             self.optimizer: Any = OnMasters(self.groups(self.model), plain, chosen["masters"], **defaults)
         else:

@@ -122,7 +122,7 @@ class Rank:
     def optimizer(self, rng: Random, partition: str) -> ZeroRedundancyOptimizer:
         """The sharded optimizer, with the chosen options."""
         numels = [param.numel() for param in self.model.parameters()]
-        optimizer_class, _, defaults = CLASSES[self.chosen["classes"]]
+        optimizer_class, defaults = CLASSES[self.chosen["classes"]]
         return ZeroRedundancyOptimizer(
             self.loop.groups(self.model), optimizer_class, self.group, self.chosen["views"],
             self.chosen["wrapper"] in OVERLAPPED,
@@ -337,8 +337,7 @@ class Rank:
 
     def add_group(self, rng: Random) -> None:
         known = len(self.loop.model.blocks)
-        muon = self.chosen["classes"] == "muon" and rng.random() < 0.5
-        self.loop.grow(*draw_block(rng, self.chosen, muon))
+        self.loop.grow(*draw_block(rng, self.chosen))
         self.model.blocks.extend(copy.deepcopy(self.loop.model.blocks[known:]))
         for model, optimizer in ((self.model, self.zero), (self.loop.model, self.loop.optimizer)):
             optimizer.add_param_group(self.loop.groups(model)[-1])

@@ -50,7 +50,6 @@ from zero_ref.plan.rules import equal_shares
 from zero_ref.shard import offload
 from zero_ref.shard.buckets import flat_view
 from zero_ref.shard.rounding import ROUNDINGS
-from zero_ref.shard.several import SeveralOptimizers
 from zero_ref.state.sharded import load_sharded, save_sharded, save_sharded_async
 
 Options = dict[str, Any]
@@ -86,7 +85,6 @@ OPTIMIZERS: list[tuple[Any, Sequence[Options], Sequence[Options]]] = [
     ),
     (optim.Muon, ({"nesterov": False}, {"ns_steps": 2}), ({},)),
 ]
-MUON = OPTIMIZERS[-1]
 WHOLE_ONLY = (optim.Adafactor, optim.Muon)  # they look at a parameter's shape
 RATES = (0.003, 0.01, 0.1)
 MATRICES = [(1, 1), (5, 13), (8, 16), (3, 64), (300, 3)]
@@ -138,7 +136,6 @@ class Job:
         missing: the share of the parameters without a gradient, on virtual ranks.
         groups: for each parameter group the numbers of its parameters, and the options that it names.
         state: of the whole optimizer; None before the first move.
-        several: some groups are Muon's.
         masters: the optimizer's arguments for 32-bit copies of 16-bit parameters, if it keeps any.
         saves: by directory what the sharded checkpoint in it holds: parameters, state.
     """
@@ -150,7 +147,6 @@ class Job:
     real: bool
     shapes: Sequence[Any]
     missing: float
-    several: bool = False
     masters: Options = field(default_factory=dict)
     values: Snapshot = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
@@ -168,13 +164,8 @@ class Job:
         masters = {"master_dtype": torch.float32, "rounding": rng.choice(ROUNDINGS), "rounding_seed": 7}
         if rng.random() > 0.3:
             masters = {}
-        several = optimizer_class is not optim.Muon and rng.random() < 0.25
-        job = Job(optimizer_class, choices, options, named, trial.real, shapes, missing, several, masters)
+        job = Job(optimizer_class, choices, options, named, trial.real, shapes, missing, masters)
         job.draw_group(rng, {})
-        if several:
-            job.draw_group(
-                rng, {"optimizer_class": optim.Muon, "lr": rng.choice(RATES), **rng.choice(MUON[1])}
-            )
         for _ in range(rng.choice([0, 0, 1, 2])):
             job.draw_group(rng)
         return job
@@ -182,18 +173,15 @@ class Job:
     def draw_group(self, rng: Random, options: Options | None = None) -> None:
         """One more group of new parameters; None to draw its options, too."""
         if options is None:
-            of_muon = self.several and rng.random() < 0.5
-            options = {"optimizer_class": optim.Muon} if of_muon else {}
-            options |= {"lr": rng.choice(RATES), **rng.choice(MUON[1] if of_muon else self.choices)}
+            options = {"lr": rng.choice(RATES), **rng.choice(self.choices)}
         self.groups.append(([], options))
-        whole = self.whole_only or "optimizer_class" in options
         for _ in range(rng.randint(1, 6)):
-            dtype, shape = rng.choice(DTYPES), rng.choice(MATRICES if whole else self.shapes)
+            dtype, shape = rng.choice(DTYPES), rng.choice(self.shapes)
             if self.masters:
                 dtype = rng.choice([torch.float16, torch.bfloat16, torch.bfloat16, torch.float32])
             # In bfloat16 SGD multiplies its momentum by another kernel if another parameter has none yet.
             low_sgd = dtype == torch.bfloat16 and self.optimizer_class is optim.SGD
-            if low_sgd or (dtype.is_complex and (self.real or whole or "fused" in self.options)):
+            if low_sgd or (dtype.is_complex and (self.real or self.whole_only or "fused" in self.options)):
                 dtype = torch.float32
             value = torch.randn(shape, generator=torch.Generator().manual_seed(rng.getrandbits(40))).to(dtype)
             if rng.random() < 0.3 and len(shape) == 4:
@@ -220,7 +208,7 @@ class Job:
             "even",
             "equal_shares",
             "balanced",
-            *([] if self.whole_only or self.several else ["cut"]),
+            *([] if self.whole_only else ["cut"]),
         ]
         name, seed = rng.choice(names), rng.random()
         if name == "equal_shares":
@@ -308,12 +296,9 @@ class Twins:
             partition=job.draw_partition(rng), broadcast_dtype=self.rounded, state_device=in_files,
             **job.masters, **job.options,
         )  # fmt: skip
-        plain_class: Any = job.optimizer_class
-        if job.several:
-            plain_class = lambda groups, **o: SeveralOptimizers(groups, job.optimizer_class, **o)  # noqa: E731
-        self.plain: Any = plain_class(plain, **job.options)
+        self.plain: Any = job.optimizer_class(plain, **job.options)
         if job.masters:
-            self.plain = OnMasters(plain, plain_class, job.masters["rounding"], **job.options)
+            self.plain = OnMasters(plain, job.optimizer_class, job.masters["rounding"], **job.options)
         self.both: list[tuple[Model, Any]] = list(zip(self.models, (self.zero, self.plain)))
         for _, optimizer in self.both:
             optimizer.defaults.setdefault("differentiable", False)  # as torch does when it loads

@@ -309,8 +309,7 @@ def test_it_is_also_that_of_ranks_that_own_nothing_of_later_groups_and_of_other_
         assert optimizer.state_dict()["state"][0]["sum"].dtype == torch.float32  # that of the copy
         optimizer.repartition([[], [0], []])
         assert set(optimizer.state_dict()["state"]) == {0}
-        group = {"params": [nn.Parameter(torch.ones(2))], "optimizer_class": optim.SGD, "lr": 0.1}
-        optimizer.add_param_group(group)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.1})
         before = optimizer.state_dict()
         optimizer.consolidate_state_dict("all")
         assert_state_dicts_equal(optimizer.state_dict(), before)

@@ -35,7 +35,6 @@ from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.coupling import couples_parameters, updates_elementwise
-from zero_ref.shard.several import SeveralOptimizers
 from zero_ref.state.sharded import load_sharded, save_sharded
 
 EVERY_MODE = [*MODES, ("balanced", False), ("equal_shares", True)]
@@ -255,33 +254,6 @@ def test_a_model_in_sharded_data_parallel_is_switched(rule: Any, in_forward: boo
             assert all(map(torch.equal, a, b))
 
 
-def test_of_several_classes_those_that_have_the_method_are_called() -> None:
-    def groups(model: Any) -> Any:
-        matrices = [param for param in model.parameters() if param.ndim == 2]
-        others = [param for param in model.parameters() if param.ndim != 2]
-        return [{"params": matrices, "optimizer_class": optim.SGD, "lr": 0.1}, {"params": others}]
-
-    model = Tangle()
-
-    class Two(SeveralOptimizers):
-        def train(self) -> None:
-            self.optimizers[Free].train()  # type: ignore[attr-defined]
-
-        def eval(self) -> None:
-            self.optimizers[Free].eval()  # type: ignore[attr-defined]
-
-    plain = run_script(switching, model, Two(groups(model), Free), 3)
-
-    def on_rank(comm: Collectives, as_view: bool) -> Any:
-        model = Tangle()
-        optimizer = ZeroRedundancyOptimizer(groups(model), Free, comm, as_view, partition="even")
-        return run_script(switching, model, optimizer, comm.world_size, comm)
-
-    for as_view in (False, True):
-        for ours in virtual.run(on_rank, 3, as_view):
-            assert_same(ours, plain, f"bucket view {as_view}")
-
-
 # --------------------------------------------------------------------------------------- saves in either mode
 
 
@@ -448,8 +420,6 @@ def test_the_attributes_are_there_exactly_if_the_class_has_them() -> None:
                 getattr(plain, name)
         for name in ("public", "mean", "helper", "made", "_private", "profile_hook_step"):
             assert not hasattr(free, name) or hasattr(Optimizer, name), name
-        plain.add_param_group({"params": params_of_ones(1), "optimizer_class": Free})
-        assert callable(plain.eval)  # type: ignore[attr-defined]
 
     virtual.run(on_rank, 2)
 
@@ -699,31 +669,6 @@ def test_a_method_called_on_the_local_optimizer_is_an_error_if_it_writes(
             f"RuntimeError: rank {rank}: halve() of Handy, called on the local optimizer"
         )
         assert "Call optimizer.halve() on all ranks" in halved
-
-
-def test_methods_of_a_class_that_comes_later_are_watched() -> None:
-    def on_rank(comm: Collectives) -> str:
-        optimizer: Any = ZeroRedundancyOptimizer(params_of_ones(), optim.AdamW, comm)
-        optimizer.add_param_group({"params": params_of_ones(2), "optimizer_class": Handy, "lr": 0.1})
-        return caught(optimizer.optim.optimizers[Handy].halve)
-
-    assert all("Call optimizer.halve()" in message for message in virtual.run(on_rank, 2))
-
-
-def test_a_refused_group_is_not_reached_by_a_method() -> None:
-    def on_rank(comm: Collectives) -> None:
-        groups = [
-            {"params": params_of_ones(1)},
-            {"params": params_of_ones(1), "optimizer_class": Handy, "lr": 1},
-        ]
-        optimizer: Any = ZeroRedundancyOptimizer(groups, optim.AdamW, comm)
-        refused = params_of_ones()
-        with pytest.raises(ValueError, match="ranks disagree"):
-            optimizer.add_param_group({"params": refused, "optimizer_class": Handy, "lr": float(comm.rank)})
-        optimizer.halve()
-        assert all(param.eq(1).all() for param in refused)
-
-    virtual.run(on_rank, 2)
 
 
 class CallsItsOwn(Handy):

@@ -11,7 +11,6 @@ from hypothesis import given, strategies as st
 from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
-from zero_ref.shard.several import SeveralOptimizers
 from zero_ref.simulator.ledger import (
     BOTH_GRADS_20,
     CONVENTIONS,
@@ -250,16 +249,17 @@ def test_state_is_what_torchs_optimizer_keeps_after_a_step(name: str) -> None:
     optimizer_class, *options = name.split("+")
     chosen = {key: value for option in options for key, value in OPTIONS.get(option, {}).items()}
     if name == "Muon+AdamW":
-        groups = [{"params": params[:1], "optimizer_class": torch.optim.Muon}, {"params": params[1:]}]
-        optimizer: torch.optim.Optimizer = SeveralOptimizers(groups, torch.optim.AdamW)
+        optimizers = [torch.optim.Muon(params[:1]), torch.optim.AdamW(params[1:])]
     else:
-        optimizer = getattr(torch.optim, optimizer_class)(params, lr=0.01, **chosen)
+        optimizers = [getattr(torch.optim, optimizer_class)(params, lr=0.01, **chosen)]
     for param in params:
         if param.requires_grad:
             param.grad = torch.ones_like(param)
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     kept = sum(
         value.nbytes
+        for optimizer in optimizers
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor)

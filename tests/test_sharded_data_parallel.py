@@ -29,7 +29,6 @@ from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
 from zero_ref.plan.rules import equal_shares
 from zero_ref.shard.buckets import flat_like
-from zero_ref.shard.several import SeveralOptimizers
 
 Values = list[torch.Tensor]
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
@@ -221,27 +220,12 @@ def test_kept_memory_is_used_again(partition: Any, world_size: int) -> None:
 
 @pytest.mark.parametrize("partition", ["sorted_greedy", "balanced", SHARES])
 def test_other_optimizers(partition: Any) -> None:
-    def one(model: nn.Module, comm: Collectives) -> Any:
-        return ZeroRedundancyOptimizer(
-            muon_groups(model), optim.AdamW, comm, True, partition=partition, **ADAMW
-        )
-
-    def plain(model: nn.Module) -> Any:
-        return SeveralOptimizers(muon_groups(model), optim.AdamW, **ADAMW)
-
-    assert_equal(run(3, 3, one), expected(3, 3, plain))
     momentum = run(
         3,
         3,
         lambda m, comm: ZeroRedundancyOptimizer(m.parameters(), optim.SGD, comm, partition=partition, **SGD),
     )
     assert_equal(momentum, expected(3, 3, lambda m: optim.SGD(m.parameters(), **SGD)))
-
-
-def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
-    matrices = [param for param in model.parameters() if param.ndim == 2]
-    others = [param for param in model.parameters() if param.ndim != 2]
-    return [{"params": others}, {"params": matrices, "optimizer_class": optim.Muon, "lr": 0.02}]
 
 
 SGD = {"lr": 0.1, "momentum": 0.9}

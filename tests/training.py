@@ -34,7 +34,7 @@ from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import equal_shares, even, sorted_greedy
 from zero_ref.shard.buckets import flat_view
-from zero_ref.shard.groups import PARAM_KEYS, given_in, replace_options
+from zero_ref.shard.groups import PARAM_KEYS, options_of, replace_options
 from zero_ref.shard.owned import MASTER
 from zero_ref.shard.rounding import round_stochastically
 
@@ -477,7 +477,7 @@ class OnMasters(optim.Optimizer):
             ours.update({key: value for key, value in theirs.items() if key not in PARAM_KEYS})
 
     def add_param_group(self, group: Any) -> None:
-        options = given_in(group)
+        options = options_of(group)
         super().add_param_group(group)
         if self.optim is not None:
             copies = self.copies_of(self.param_groups[-1]["params"])

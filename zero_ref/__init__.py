@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         registration_greedy,
         sorted_greedy,
     )
-    from zero_ref.shard.several import split_state_dict
     from zero_ref.state.compact import compact
     from zero_ref.state.dcp import OptimizerToLoad, StatefulOptimizer
     from zero_ref.state.dcp_reader import DCPReader
@@ -49,7 +48,6 @@ __all__ = [
     "balanced",
     "newton_schulz_operations",
     "ZeroRedundancyOptimizer",
-    "split_state_dict",
     "reduce_to_owners",
     "ShardedDataParallel",
     "hook_with_zero_step",
@@ -82,7 +80,6 @@ _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.rules") | {
     "Slice": "zero_ref.plan.partition",
     "Partition": "zero_ref.plan.partition",
     "ZeroRedundancyOptimizer": "zero_ref.optimizer.zero_redundancy_optimizer",
-    "split_state_dict": "zero_ref.shard.several",
     "reduce_to_owners": "zero_ref.backward.reduction",
     "ShardedDataParallel": "zero_ref.backward.sharded_data_parallel",
     "hook_with_zero_step": "zero_ref.backward.overlap",

@@ -44,7 +44,6 @@ from zero_ref.lab.meter import recording, recording_distributed
 from zero_ref.lab.ranks import RankError, run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
-from zero_ref.shard.several import SeveralOptimizers
 
 pytestmark = pytest.mark.ranks
 
@@ -246,39 +245,18 @@ def in_16_bits() -> nn.Module:
     return Tangle().bfloat16()
 
 
-def muon_beside_adamw(ddp: Any) -> Any:
-    params = dict(ddp.module.named_parameters())
-    matrices = [params.pop("up.weight"), params.pop("down.weight")]
-    return [
-        {"params": list(params.values())},
-        {"params": matrices, "optimizer_class": optim.Muon, "lr": 0.02},
-    ]
-
-
-def as_one_optimizer(groups: Any, **options: Any) -> SeveralOptimizers:
-    return SeveralOptimizers(groups, optim.AdamW, **options)
-
-
-def test_masters_and_two_classes() -> None:
+def test_masters() -> None:
     masters = {"master_dtype": torch.float32}
-    kinds: dict[str, dict[str, Any]] = {
-        "masters": {
-            "make_model": in_16_bits,
-            "unsharded_class": partial(OnMasters, optimizer_class=optim.AdamW),
-        },
-        "two classes": {"groups": muon_beside_adamw, "unsharded_class": as_one_optimizer},
-        "masters of two classes": {
-            "make_model": in_16_bits,
-            "groups": muon_beside_adamw,
-            "unsharded_class": partial(OnMasters, optimizer_class=as_one_optimizer),
-        },
-    }
+    unsharded = partial(OnMasters, optimizer_class=optim.AdamW)
     assert_as_plain(
         {
-            f"{name}, {mode}, {hook}": Case(
-                [(1, 3), (4, 2)], zero=mode | (masters if "make_model" in kind else {}), hook=hook, **kind
+            f"{mode}, {hook}": Case(
+                [(1, 3), (4, 2)],
+                zero=mode | masters,
+                hook=hook,
+                make_model=in_16_bits,
+                unsharded_class=unsharded,
             )
-            for name, kind in kinds.items()
             for mode in MODES
             for hook in (None, to_owners)
         },

@@ -14,13 +14,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_overlap import SMALL_BUCKETS, Branches, assert_ranks_hold_the_same, inputs_of, loss_of_branches
+from test_overlap import (
+    SMALL_BUCKETS,
+    Branches,
+    Matrices,
+    assert_ranks_hold_the_same,
+    inputs_of,
+    loss_of_branches,
+    loss_of_stack,
+)
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import Snapshot, Tangle, assert_same, caught, loss_on_own_data, snapshot, sum_in_rank_order
 
-from zero_ref.backward.overlap import hook_with_zero_step
+from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.clip.grad_norm import clip_grad_norm_, get_total_norm
@@ -39,7 +47,11 @@ CLASSES: list[tuple[Any, dict[str, Any]]] = [
 
 @dataclass
 class Pair:
-    """What two optimizers train. `loop` is the user's program, which yields after each update."""
+    """What two optimizers train. `loop` is the user's program, which yields after each update.
+
+    Args:
+        way: makes the hook that steps in backward; None where the program calls `step`.
+    """
 
     loop: Callable[[Pair, Any, list[Any]], Iterator[None]]
     partitions: Sequence[Any] = ("sorted_greedy", "even")
@@ -49,6 +61,8 @@ class Pair:
     hook: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
     parts: list[slice] = field(default_factory=lambda: EVERY_OTHER)
+    classes: list[tuple[Any, dict[str, Any]]] = field(default_factory=lambda: CLASSES)
+    way: Any = None
     to_owners: bool = True
     joins: bool = True  # divide_by_initial_world_size
     is_sharded: bool = True
@@ -56,9 +70,11 @@ class Pair:
     def optimizers(self, model: nn.Module) -> list[Any]:
         params = list(model.parameters())
         made = []
-        for part, (of_class, options), partition in zip(self.parts, CLASSES, self.partitions, strict=True):
+        for part, (of_class, options), partition in zip(
+            self.parts, self.classes, self.partitions, strict=True
+        ):
             if self.is_sharded:
-                sharding = {"partition": partition, **self.zero}
+                sharding = {"partition": partition, "overlap_with_ddp": self.way is not None, **self.zero}
                 made.append(ZeroRedundancyOptimizer(params[part], of_class, **sharding, **options))
             else:
                 made.append(of_class(params[part], **options))
@@ -69,7 +85,10 @@ class Pair:
         model = self.make_model()
         optimizers = self.optimizers(model)
         ddp = DDP(model, **SMALL_BUCKETS, **self.ddp)
-        if self.is_sharded and self.to_owners:
+        if self.is_sharded and self.way is not None:
+            hook = reduce_to_owners(optimizers, **self.hook) if self.to_owners else sum_in_rank_order
+            ddp.register_comm_hook(None, self.way(hook, ddp, optimizers))
+        elif self.is_sharded and self.to_owners:
             ddp.register_comm_hook(None, reduce_to_owners(optimizers, **self.hook))
         elif self.joins:  # else DDP itself divides by the number of ranks that have data
             ddp.register_comm_hook(None, sum_in_rank_order)
@@ -94,7 +113,7 @@ def as_usual(pair: Pair, ddp: Any, optimizers: list[Any]) -> Iterator[None]:
     for number in range(STEPS + 1):
         zero_grad(optimizers)
         pair.loss(ddp, dist.get_rank(), number).backward()
-        if pair.is_sharded:
+        if pair.is_sharded and pair.way is None:
             for optimizer in optimizers:
                 owned = {own.param for own in optimizer.shard.owned}
                 others = [param for param in optimizer.built.params if param not in owned]
@@ -236,6 +255,35 @@ def every_mode() -> int:
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_gradients_to_the_owners_of_two_optimizers_train_as_plain(world_size: int) -> None:
     assert run(every_mode, world_size, timeout=120) == [17 if world_size < 3 else 15] * world_size
+
+
+def in_backward() -> int:
+    """Every way to step in backward, with DDP's modes, in a Join, and for Muon beside AdamW."""
+    muon_beside_adamw: dict[str, Any] = {
+        "make_model": lambda: Matrices(*[torch.float32] * 4),
+        "loss": loss_of_stack,
+        "parts": [slice(0, 2), slice(2, None)],
+        "classes": [(optim.Muon, {"lr": 0.02}), (optim.AdamW, {"lr": 0.01})],
+        "partitions": ("balanced", "even"),
+    }
+    kinds: list[dict[str, Any]] = [
+        {"loop": as_usual},
+        {"loop": accumulating, "ddp": {"gradient_as_bucket_view": True}},
+        {"loop": as_usual, "ddp": {"static_graph": True}},
+        {"loop": in_a_join},
+        {"loop": as_usual, **muon_beside_adamw},
+    ]
+    ways = [hook_with_zero_step, hook_with_zero_step_interleaved]
+    return assert_equals_plain(
+        *(
+            Pair(way=way, to_owners=to_owners, **kind)
+            for kind, way, to_owners in itertools.product(kinds, ways, (False, True))
+        )
+    )
+
+
+def test_hooks_step_two_optimizers_in_backward() -> None:
+    assert run(in_backward, 2, timeout=120) == [20] * 2
 
 
 def join_in_both_ways() -> int:

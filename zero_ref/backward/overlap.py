@@ -15,7 +15,7 @@ From a future's callback their order would differ between ranks, and Gloo would 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,16 +35,19 @@ from zero_ref.comm import devices
 from zero_ref.comm.collectives import PendingCall
 from zero_ref.comm.process_group import ProcessGroupCollectives, global_ranks
 from zero_ref.optimizer import join
-from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer, listed
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import bucket_round_robin, bucket_threshold, from_lists
-from zero_ref.shard.buckets import finish_broadcasts, messages_within, start_broadcasts
+from zero_ref.shard.buckets import Message, finish_broadcasts, messages_within, start_broadcasts
 from zero_ref.shard.groups import replace_options
 from zero_ref.shard.stepper import GradientSource
 
 
 def hook_with_zero_step(
-    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool | None = None
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
+    shard_buckets: bool | None = None,
 ) -> Hook:
     """A DDP communication hook that runs `hook` on each bucket, and after the last one makes the update.
 
@@ -57,8 +60,9 @@ def hook_with_zero_step(
 
     Args:
         hook: reduces a bucket: torch's `allreduce_hook` or `fp16_compress_hook`, or `reduce_to_owners(zero)`.
-        zero: made with `overlap_with_ddp=True`. Its local optimizer's `step()` is called once for each
-            bucket, so any count of steps must be in its groups or its state.
+        zero: made with `overlap_with_ddp=True`; or a list, if several optimizers have the parameters of the
+            model. The local optimizer's `step()` is called once for each bucket, so any count of steps must
+            be in its groups or its state.
         shard_buckets: None leaves every parameter with its owner. As torch's hooks do, False gives DDP's
             buckets to the ranks in turn, and True also cuts them where that is more even. The optimizer is
             then repartitioned when DDP has used the same buckets in two iterations: DDP rebuilds its buckets
@@ -79,7 +83,10 @@ def hook_with_zero_step(
 
 
 def hook_with_zero_step_interleaved(
-    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool | None = None
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
+    shard_buckets: bool | None = None,
 ) -> Hook:
     """As `hook_with_zero_step`, but each bucket is updated and sent as soon as it is reduced.
 
@@ -100,49 +107,54 @@ class OverlappedStep:
         self,
         hook: Hook,
         ddp: DistributedDataParallel,
-        zero: ZeroRedundancyOptimizer,
+        zero: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
         shard_buckets: bool | None,
         interleaved: bool,
     ) -> None:
+        zeros = listed(zero, "hook_with_zero_step")
         owner = getattr(hook, "__self__", None)
         self.to_owners = owner if isinstance(owner, OwnerReduction) else None
-        _check_fits(ddp, zero, self.to_owners)
-        self.hook, self.zero, self.interleaved = hook, zero, interleaved
-        self.resharding = None if shard_buckets is None else Resharding(shard_buckets)
+        if self.to_owners is not None and set(self.to_owners.zeros) != set(zeros):
+            raise ValueError(
+                "reduce_to_owners was made for another optimizer, whose owners are others. Pass the same "
+                "optimizers, and no other, to reduce_to_owners and to the hook that steps them."
+            )
+        for one in zeros:
+            _check_fits(ddp, one, self.to_owners is not None)
+        self.hook, self.interleaved = hook, interleaved
+        self.updates = [UpdateInBackward(one, interleaved, shard_buckets) for one in zeros]
         # No reference to DDP: it holds this hook where the garbage collector does not look, so neither could
         # ever be freed.
         self.group = ddp.process_group
         self.grads_are_views = ddp.gradient_as_bucket_view
         # A parameter that no rank has used has the gradient None and must not be stepped. DDP finds out which
         # these are at the end of backward.
-        zero.backward.late = bool(ddp.find_unused_parameters or ddp.static_graph)
+        self.late = bool(ddp.find_unused_parameters or ddp.static_graph)
+        for one in zeros:
+            one.backward.late = self.late
         self.under_way: list[ByHook | ToOwners] = []
-        self.broadcasts: list[PendingCall] = []
-        self.numbers: dict[torch.Tensor, int] = {}
-        self.buckets: list[list[int]] = []
         self.side_stream: Any = None
-
-    @property
-    def late(self) -> bool:
-        """The update is made when backward is over."""
-        return self.zero.backward.late
 
     # DDP refuses annotations other than its own classes, and typing knows no name for those.
     @torch.no_grad()
     def on_bucket(self, state, bucket):  # type: ignore[no-untyped-def]
         """Start to reduce a bucket, update those before it, and after the last one complete the update."""
         if bucket.index() == 0:
-            self._begin(bucket)
+            self.under_way = []
+            for update in self.updates:
+                update.begin(bucket.parameters(), self.grads_are_views)
         reduction = self._start(state, bucket)
         self.under_way.append(reduction)
-        self.buckets.append([self.numbers[param] for param in reduction.params if param in self.numbers])
+        for update in self.updates:
+            update.add_bucket(reduction.params)
         if self.interleaved and not self.late:
             self._finish(leave=1)
         elif self.to_owners is not None:
             for earlier in self.under_way[:-1]:
                 earlier.wait()  # frees what it has received, which is as large as the bucket
         if bucket.is_last():
-            self._check_all_reduced()
+            for update in self.updates:
+                update.check_all_reduced()
             if self.late:
                 for reduction in self.under_way:
                     reduction.wait()
@@ -153,76 +165,149 @@ class OverlappedStep:
             after_backward(self._settle)
         return reduction.future
 
-    def _begin(self, bucket: Any) -> None:
-        zero = self.zero
-        zero.backward.begin(bucket.parameters(), self.grads_are_views)
-        self.under_way, self.broadcasts, self.buckets = [], [], []
-        if zero.joined:
-            join.share_options(zero, active=in_backward())
-        zero.begin_update()
-        self.numbers = {param: number for number, param in enumerate(zero.built.params)}
-
     def _start(self, state: Any, bucket: Any) -> ByHook | ToOwners:
         if self.to_owners is not None:
             return self.to_owners.start(bucket)
         if state is None and self.group is not dist.group.WORLD:
             state = self.group  # for torch's hooks None is the default group
-        return ByHook(self.zero.collectives, self.hook, state, bucket)
+        return ByHook(self.updates[0].zero.collectives, self.hook, state, bucket)
 
     def _finish(self, leave: int) -> None:
         """Wait for all but the last `leave` reductions, step these buckets, and if interleaved send them."""
-        zero = self.zero
         done = self.under_way[: len(self.under_way) - leave]
         del self.under_way[: len(done)]
         with self._beside_backward():
             for reduction in done:
-                params = reduction.params
-                reduced = zip(params, gradients_in(reduction.wait(), params), strict=True)
-                gradients = {self.numbers[param]: grad for param, grad in reduced if param in self.numbers}
-                # Each local step starts from the same options. So an optimizer that counts its steps in its
-                # groups counts one for each iteration, also on a rank that owns nothing of the bucket.
-                replace_options(zero.param_groups, zero.optim.param_groups)
-                zero.shard.step(GradientSource(gradients))
-                if self.interleaved:
-                    stepped = [zero.built.params[number] for number in gradients]
-                    torch.autograd.graph.increment_version(stepped)
-                    messages = messages_within(zero.built.messages, gradients)
-                    self.broadcasts += start_broadcasts(
-                        zero.collectives, messages, zero.registered.broadcast_dtype
-                    )
+                gradients = gradients_in(reduction.wait(), reduction.params)
+                reduced = dict(zip(reduction.params, gradients, strict=True))
+                for update in self.updates:
+                    update.step(reduced)
 
     def _complete(self) -> None:
-        zero = self.zero
-        if not self.interleaved:
-            self.broadcasts = start_broadcasts(
-                zero.collectives, zero.built.messages, zero.registered.broadcast_dtype
-            )
+        for update in self.updates:
+            update.send_the_rest()
         with self._beside_backward():
-            finish_broadcasts(self.broadcasts, zero.built.name)
-        self.broadcasts = []
+            for update in self.updates:
+                update.receive()
         if self.side_stream is not None:
             devices.current_stream(self.side_stream.device).wait_stream(self.side_stream)
-        zero.end_update()
+        for update in self.updates:
+            update.zero.end_update()
 
     @torch.no_grad()
     def _settle(self) -> None:
         """Complete the update when backward is over, and repartition if DDP's buckets have settled."""
+        if self.late and self.to_owners is not None:
+            self.to_owners.release_others()
+        for update in self.updates:
+            update.settle(self.late, self.to_owners is not None)
+
+    def _beside_backward(self) -> contextlib.AbstractContextManager[object]:
+        """On one accelerator, a stream of its own: waiting for the network must not delay backward's."""
+        zeros = [update.zero for update in self.updates]
+        device, *others = {param.device for zero in zeros for param in zero.built.params}
+        # To wait for a reduction orders this stream after backward's. A single rank waits for no reduction.
+        beside = self.interleaved and zeros[0].world_size > 1
+        if not beside or others or not devices.is_accelerator(device):
+            return contextlib.nullcontext()
+        if self.side_stream is None:
+            self.side_stream = devices.new_stream(device)
+        return devices.on_stream(self.side_stream)
+
+
+class UpdateInBackward:
+    """The update of one optimizer, made bucket by bucket.
+
+    Args:
+        interleaved: send new parameters as soon as their bucket is updated.
+        shard_buckets: as `hook_with_zero_step`.
+
+    Attributes:
+        zero: the optimizer.
+    """
+
+    def __init__(self, zero: ZeroRedundancyOptimizer, interleaved: bool, shard_buckets: bool | None) -> None:
+        self.zero, self.interleaved = zero, interleaved
+        self._resharding = None if shard_buckets is None else Resharding(shard_buckets)
+        self._numbers: dict[torch.Tensor, int] = {}
+        self._buckets: list[list[int]] = []  # the numbers of the optimizer's parameters in each bucket
+        self._broadcasts: list[PendingCall] = []
+
+    def begin(self, first_bucket: Sequence[torch.Tensor], are_views: bool) -> None:
+        """Begin the update, when backward has completed its first bucket.
+
+        Args:
+            first_bucket: the parameters of the bucket.
+            are_views: gradients are views of DDP's buckets.
+        """
         zero = self.zero
-        # A reduce_to_owners inside another hook is not `self.to_owners`, but has set `on_owners`.
-        owner_only = self.to_owners is not None or zero.backward.gradients.on_owners
-        if self.late:
-            if self.to_owners is not None:
-                self.to_owners.release_others()
+        zero.backward.begin(first_bucket, are_views)
+        self._buckets, self._broadcasts = [], []
+        if zero.joined:
+            join.share_options(zero, active=in_backward())
+        zero.begin_update()
+        self._numbers = {param: number for number, param in enumerate(zero.built.params)}
+
+    def add_bucket(self, params: Sequence[torch.Tensor]) -> None:
+        """Note the parameters of a bucket that is being reduced."""
+        self._buckets.append([self._numbers[param] for param in params if param in self._numbers])
+
+    def step(self, reduced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Step the parameters of a bucket, and if interleaved start to send them.
+
+        Args:
+            reduced: by parameter its averaged gradient; parameters of other optimizers are left out.
+        """
+        zero = self.zero
+        gradients = {self._numbers[param]: grad for param, grad in reduced.items() if param in self._numbers}
+        # Each local step starts from the same options. So an optimizer that counts its steps in its groups
+        # counts one for each iteration, also on a rank that owns nothing of the bucket.
+        replace_options(zero.param_groups, zero.optim.param_groups)
+        zero.shard.step(GradientSource(gradients))
+        if self.interleaved:
+            torch.autograd.graph.increment_version([zero.built.params[number] for number in gradients])
+            self._broadcast(messages_within(zero.built.messages, gradients))
+
+    def send_the_rest(self) -> None:
+        """Start to send all new parameters, unless they were sent bucket by bucket."""
+        if not self.interleaved:
+            self._broadcast(self.zero.built.messages)
+
+    def _broadcast(self, messages: Sequence[Message]) -> None:
+        dtype = self.zero.registered.broadcast_dtype
+        self._broadcasts += start_broadcasts(self.zero.collectives, messages, dtype)
+
+    def receive(self) -> None:
+        """Wait until all new parameters have arrived."""
+        finish_broadcasts(self._broadcasts, self.zero.built.name)
+        self._broadcasts = []
+
+    def settle(self, late: bool, to_owners: bool) -> None:
+        """Complete the update when backward is over, and repartition if DDP's buckets have settled.
+
+        Args:
+            late: nothing was updated in backward, so the whole update is made now.
+            to_owners: the hook is one of `reduce_to_owners`.
+        """
+        zero = self.zero
+        # A reduce_to_owners inside another hook is not `to_owners`, but has set `on_owners`.
+        owner_only = to_owners or zero.backward.gradients.on_owners
+        if late:
             zero.make_update()
         if owner_only:
             for param in zero.built.params:
                 param.grad = None  # already used; those of other ranks' parameters were never complete
         zero.backward.end_updated(zero.built.params, zero.param_groups)
-        if self.resharding is not None:
-            self.resharding.after_backward(zero, self.buckets)
+        if self._resharding is not None:
+            self._resharding.after_backward(zero, self._buckets)
 
-    def _check_all_reduced(self) -> None:
-        reduced = {number for bucket in self.buckets for number in bucket}
+    def check_all_reduced(self) -> None:
+        """Refuse a trained parameter that was in none of the buckets.
+
+        Raises:
+            RuntimeError: names the parameter.
+        """
+        reduced = {number for bucket in self._buckets for number in bucket}
         for number, param in enumerate(self.zero.built.params):
             if param.requires_grad and number not in reduced:
                 raise RuntimeError(
@@ -230,17 +315,6 @@ class OverlappedStep:
                     "DistributedDataParallel does not reduce its gradient: it takes the parameters that "
                     "require gradients when it is constructed. Construct it again after unfreezing."
                 )
-
-    def _beside_backward(self) -> contextlib.AbstractContextManager[object]:
-        """On one accelerator, a stream of its own: waiting for the network must not delay backward's."""
-        device, *others = {param.device for param in self.zero.built.params}
-        # To wait for a reduction orders this stream after backward's. A single rank waits for no reduction.
-        beside = self.interleaved and self.zero.world_size > 1
-        if not beside or others or not devices.is_accelerator(device):
-            return contextlib.nullcontext()
-        if self.side_stream is None:
-            self.side_stream = devices.new_stream(device)
-        return devices.on_stream(self.side_stream)
 
 
 class Resharding:
@@ -295,19 +369,12 @@ def partition_by_buckets(partition: Partition, buckets: Sequence[Sequence[int]],
     return from_lists(partition.numels, owned)
 
 
-def _check_fits(
-    ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, to_owners: OwnerReduction | None
-) -> None:
+def _check_fits(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, to_owners: bool) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise ValueError(f"ddp takes the DistributedDataParallel model, not {type(ddp).__name__}.")
     if not zero.registered.overlap_with_ddp:
         raise ValueError(
             "the optimizer was not made for updates during backward. Construct it with overlap_with_ddp=True."
-        )
-    if to_owners is not None and to_owners.zeros != [zero]:
-        raise ValueError(
-            "reduce_to_owners was made for another optimizer, whose owners are others. Pass the same "
-            "optimizer, and no other, to reduce_to_owners and to the hook that steps it."
         )
     if not isinstance(zero.collectives, ProcessGroupCollectives):
         raise ValueError(
@@ -317,7 +384,7 @@ def _check_fits(
     ours = global_ranks(zero.collectives)
     theirs = dist.get_process_group_ranks(ddp.process_group)
     # Where all of DDP's ranks get every gradient, a part of them may share an optimizer.
-    if ours != theirs and (to_owners is not None or not set(ours) <= set(theirs)):
+    if ours != theirs and (to_owners or not set(ours) <= set(theirs)):
         raise ValueError(
             f"the optimizer shards over the ranks {ours}, and DistributedDataParallel reduces over {theirs}. "
             "Pass the same process_group to both."

@@ -25,7 +25,6 @@ from zero_ref.optimizer.start_values import compare_start_values
 from zero_ref.plan.calls import CHECK
 from zero_ref.shard.built import Built
 from zero_ref.shard.groups import ParamGroup, describe_options, plain
-from zero_ref.shard.several import title
 
 # Ranks construct the optimizers of a group in the same order, so they number them alike without
 # communicating.
@@ -188,8 +187,8 @@ def facts_of_options(param_groups: Sequence[ParamGroup], optim: Optimizer) -> li
     """
     remedy = (
         "Set options alike on every rank, such as by a scheduler on each. If your program has not set this "
-        f"one, {title(optim)} computes it from all parameters that it has, and cannot be sharded: use an "
-        "optimizer that updates each parameter by itself."
+        f"one, {type(optim).__name__} computes it from all parameters that it has, and cannot be sharded: "
+        "use an optimizer that updates each parameter by itself."
     )
     lines = [
         f"group {index}: {option}"

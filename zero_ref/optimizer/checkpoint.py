@@ -24,14 +24,12 @@ from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like
 from zero_ref.shard.checks import is_elementwise
 from zero_ref.shard.groups import (
-    OPTIMIZER_CLASS,
     describe_options,
     name_of,
     options_of,
     specs_of,
 )
 from zero_ref.shard.owned import OwnedSlice
-from zero_ref.shard.several import class_of
 
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """The keys of the state that torch's elementwise optimizers keep once for each parameter."""
@@ -44,16 +42,11 @@ SHAPED = frozenset(
 
 
 def packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups as in a torch state dict: their options, and their parameters numbered from 0.
-
-    A group's optimizer class becomes its name, so that the dict loads with `weights_only=True`.
-    """
+    """Parameter groups as in a torch state dict: their options, and their parameters numbered from 0."""
     running = itertools.count()
     groups = []
     for group in param_groups:
         packed = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-        if OPTIMIZER_CLASS in group:
-            packed[OPTIMIZER_CLASS] = group[OPTIMIZER_CLASS].__name__
         groups.append({**packed, "params": [next(running) for _ in group["params"]]})
     return groups
 
@@ -193,9 +186,8 @@ def check_fits(
 
     # 2. The options of each group, and the state of its parameters.
     for index, (saved, ours) in enumerate(zip(saved_groups, param_groups, strict=True)):
-        of_class = class_of(ours, optim)
-        _check_options(index, saved, ours, of_class)
-        if not is_elementwise(of_class):
+        _check_options(index, saved, ours, type(optim))
+        if not is_elementwise(type(optim)):
             continue
         for id_, param in zip(saved["params"], ours["params"], strict=True):
             for key, value in state_dict["state"].get(id_, {}).items():
@@ -239,11 +231,6 @@ def _check_options(
     index: int, saved: Mapping[str, Any], ours: dict[str, Any], of_class: type[torch.optim.Optimizer]
 ) -> None:
     """Refuse the options of saved group number `index` if the class of our group cannot have them."""
-    if saved.get(OPTIMIZER_CLASS, of_class.__name__) != of_class.__name__:
-        raise ValueError(
-            f"the checkpoint's group {index} is of {saved[OPTIMIZER_CLASS]}, this optimizer's is of "
-            f"{of_class.__name__}. Give the group the same optimizer_class, then load again."
-        )
     for option, value in options_of(ours).items():
         if not _alike(saved.get(option), value):
             raise ValueError(

@@ -18,8 +18,8 @@ from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like, flat_view
 from zero_ref.shard.coupling import stepped_in_trial
 from zero_ref.shard.groups import dtype_name, params_of
+from zero_ref.shard.local_class import check_belongs_to_parameters
 from zero_ref.shard.owned import OwnedSlice
-from zero_ref.shard.several import check_belongs_to_parameters
 
 State = dict[int, dict[str, Any]]
 """The state of parameters, or of slices, by number."""

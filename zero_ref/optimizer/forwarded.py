@@ -26,7 +26,6 @@ from zero_ref.shard.coupling import couples_parameters, updates_elementwise
 from zero_ref.shard.digests import digests
 from zero_ref.shard.groups import describe_options, replace_options
 from zero_ref.shard.methods import has_method
-from zero_ref.shard.several import optimizers_in, title
 from zero_ref.shard.shard import Shard
 
 
@@ -34,13 +33,12 @@ def method_of(zero: Zero, name: str) -> Callable[..., Any] | None:
     """Find a public method that the wrapped class has and torch's `Optimizer` lacks, for all ranks to call.
 
     Returns:
-        The method; None if no class of the optimizer has one of this name.
+        The method; None if the class has none of this name.
     """
-    for one in optimizers_in(zero.shard.optim):
-        if has_method(type(one), name):
-            method = getattr(type(one), name)
-            return functools.update_wrapper(functools.partial(call_on_all, zero, name), method)
-    return None
+    of_class = type(zero.shard.optim)
+    if not has_method(of_class, name):
+        return None
+    return functools.update_wrapper(functools.partial(call_on_all, zero, name), getattr(of_class, name))
 
 
 def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +49,7 @@ def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
     Args:
         *args, **kwargs: for the method, equal on all ranks, without parameters or parameter groups.
     Returns:
-        The result of the method of this rank's local optimizer; a list if several classes have the method.
+        The result of the method of this rank's local optimizer.
     Raises:
         TypeError: a parameter is among the arguments.
         ValueError: arguments or options differ between ranks; a trial showed that the method computes
@@ -128,9 +126,9 @@ def _note_failures(zero: Zero, name: str, failed: Sequence[int]) -> None:
     """
     if len(failed) < zero.collectives.world_size:
         zero.accord.uncertain = (
-            f"rank {zero.collectives.rank}: {name}() of {title(zero.shard.optim)} raised on ranks {failed} "
-            "and not on the others, so no unsharded optimizer could have these parameters and this state. "
-            "Load a sharded checkpoint with its parameters, or start again."
+            f"rank {zero.collectives.rank}: {name}() of {type(zero.shard.optim).__name__} raised on ranks "
+            f"{failed} and not on the others, so no unsharded optimizer could have these parameters and this "
+            "state. Load a sharded checkpoint with its parameters, or start again."
         )
 
 

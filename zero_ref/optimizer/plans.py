@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from zero_ref.comm.agreement import agree, agreement
 from zero_ref.optimizer.accord import facts_of_options
 from zero_ref.optimizer.entries import warn_if_not_saved
@@ -24,27 +22,23 @@ from zero_ref.shard.buckets import check_can_be_flattened
 from zero_ref.shard.built import Built
 from zero_ref.shard.checks import check_can_be_sharded, check_is_class, check_updates_apart, facts_of
 from zero_ref.shard.groups import (
-    OPTIMIZER_CLASS,
     ParamGroup,
-    given_in,
     ids_in,
+    options_of,
     params_of,
     replace_options,
     specs_of,
 )
-from zero_ref.shard.several import SeveralOptimizers, class_of, name_classes, title, with_group
 from zero_ref.shard.shard import log_share
 
 
 def first_plan(zero: Zero) -> Built:
-    """Check the parameters and classes of a new optimizer, and plan its partition and messages."""
+    """Check the parameters and the class of a new optimizer, and plan its partition and messages."""
     registered = zero.registered
-    classes = [group.get(OPTIMIZER_CLASS, registered.optimizer_class) for group in zero.param_groups]
-    for of_class in dict.fromkeys(classes):
-        check_is_class(of_class)
+    check_is_class(registered.optimizer_class)
     params, specs = params_of(zero.param_groups), registered.specs_for(registered.choice, zero.param_groups)
     partition = plan_partition(registered.choice, specs, zero.collectives.world_size)
-    check_can_be_sharded(classes, partition, params, specs)
+    check_can_be_sharded(registered.optimizer_class, partition, params, specs)
     if registered.parameters_as_bucket_view:
         check_can_be_flattened(params)
     _check_apart(registered)
@@ -52,27 +46,27 @@ def first_plan(zero: Zero) -> Built:
 
 
 def _check_apart(registered: Registered, first: int = 0) -> None:
-    """Refuse classes whose update of a parameter depends on others, under the options of their groups.
+    """Refuse a class whose update of a parameter depends on others, under the options of each group.
 
     Args:
         first: the number of the first group to look at.
     Raises:
         ValueError: as `check_updates_apart`.
     Warns:
-        UserWarning: the state of a class can be neither saved nor moved.
+        UserWarning: the state of the class can be neither saved nor moved.
     """
-    # A trial takes time, so make one for all groups with the same class and options.
-    different = {repr(one): one for one in registered.constructed_with[first:]}
-    for of_class, options, defaults in different.values():
-        check_updates_apart(of_class, options, defaults)
-        warn_if_not_saved(of_class, options, defaults)
+    # A trial takes time, so make one for all groups with the same options.
+    different = {repr(options): options for options in registered.given[first:]}
+    for options in different.values():
+        check_updates_apart(registered.optimizer_class, options, registered.defaults)
+        warn_if_not_saved(registered.optimizer_class, options, registered.defaults)
 
 
 def facts_of_plan(zero: Zero, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:
     """The facts about a plan, and about the optimizer's own options, that must be equal on all ranks."""
     given = zero.registered
     own_options = (
-        f"{title(zero.shard.optim)}, parameters_as_bucket_view={given.parameters_as_bucket_view}, "
+        f"{given.optimizer_class.__name__}, parameters_as_bucket_view={given.parameters_as_bucket_view}, "
         f"overlap_with_ddp={given.overlap_with_ddp}, broadcast_dtype={given.broadcast_dtype}, "
         f"{zero.shard.masters or 'no masters'}, {zero.shard.place_of_state or 'state beside parameters'}"
     )
@@ -149,17 +143,14 @@ def _kinds(zero: Zero, specs: Sequence[ParamSpec]) -> list[str]:
 def add_group(zero: Zero, param_group: ParamGroup) -> None:
     """Add a parameter group: `ZeroRedundancyOptimizer.add_param_group`."""
     built, shard, registered = zero.current(), zero.shard, zero.registered
-    given = given_in(param_group) if isinstance(param_group, dict) else {}  # torch raises below
-    # The numbers of groups and parameters so far, and the local optimizer to go back to after an error.
+    given = options_of(param_group) if isinstance(param_group, dict) else {}  # torch raises below
     count, known, optim = len(zero.param_groups), len(built.params), shard.optim
     try:
         with agreement(zero.collectives, "add a parameter group") as facts:
             # 1. Check the group, and list it with the others.
             if zero.registered.parameters_as_bucket_view:
                 shard.check_keeps_no_views("add a parameter group")
-            check_is_class(given.get(OPTIMIZER_CLASS, torch.optim.SGD))
             zero.register(param_group)
-            classes = [class_of(group, optim) for group in zero.param_groups]
             _check_apart(registered, first=count)
 
             # 2. Earlier parameters keep their owners; new ones go to lightly loaded ranks.
@@ -168,20 +159,16 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
             loads = loads_under(rule, built.partition, specs)
             later = plan_partition(rule, specs[known:], zero.collectives.world_size, loads=loads)
             partition, params = built.partition.joined(later), params_of(zero.param_groups)
-            check_can_be_sharded(classes, partition, params, specs)
+            check_can_be_sharded(registered.optimizer_class, partition, params, specs)
 
             # 3. Add this rank's slices of the new parameters to the local optimizer.
             owned = shard.slices_under(partition, params, first=len(shard.owned))
-            shard.optim = with_group(optim, {**given, "params": [own.local for own in owned]})
-            replace_options(shard.optim.param_groups[-1:], zero.param_groups[-1:])
-            name_classes(zero.param_groups, shard.optim)
+            optim.add_param_group({**given, "params": [own.local for own in owned]})
+            replace_options(optim.param_groups[-1:], zero.param_groups[-1:])
             facts += facts_of_plan(zero, specs, partition, first=known)
     except Exception:
         # Take back all that the block above has added.
-        shard.optim = optim
         del zero.param_groups[count:], optim.param_groups[count:], registered.given[count:]
-        if isinstance(optim, SeveralOptimizers):
-            optim.forget_unused()
         raise
 
     # 4. All ranks have agreed.
@@ -206,8 +193,7 @@ def repartition(zero: Zero, choice: Choice) -> None:
         shard.check_keeps_no_views("repartition it")
         specs = zero.registered.specs_for(choice, zero.param_groups)
         new = plan_partition(choice, specs, zero.collectives.world_size)
-        classes = [class_of(group, shard.optim) for group in zero.param_groups]
-        check_can_be_sharded(classes, new, built.params, specs)
+        check_can_be_sharded(zero.registered.optimizer_class, new, built.params, specs)
         handover = Handover(
             zero.collectives.rank,
             built.partition,

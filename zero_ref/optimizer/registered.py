@@ -1,4 +1,4 @@
-"""The groups, classes and options that the user has given an optimizer, and the rule for owners.
+"""The class, the groups and the options that the user has given an optimizer, and the rule for owners.
 
 The constructor of `stairs/owners.py` only passes them on. Here they are kept for later: groups may be added,
 owners may change, and the wrapped class may be tried on small tensors.
@@ -17,11 +17,9 @@ from zero_ref.plan.choice import Choice, may_cut
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.shard.checks import groups_kept_whole
 from zero_ref.shard.groups import (
-    OPTIMIZER_CLASS,
     ParamGroup,
     difference,
     ids_in,
-    options_of,
     specs_of,
 )
 
@@ -34,8 +32,7 @@ class Registered:
     replace what the local optimizer's constructor computes. So the user's own options are kept apart.
 
     Args:
-        optimizer_class: the class of groups that name no class.
-        defaults: the options of its constructor.
+        optimizer_class, defaults: the class of the local optimizer, and the options of its constructor.
         choice: the rule for owners, or the owners.
         parameters_as_bucket_view, overlap_with_ddp, broadcast_dtype: as the constructor's.
 
@@ -54,16 +51,6 @@ class Registered:
     given: list[ParamGroup] = field(default_factory=list)
     listed: list[list[int]] = field(default_factory=list)
     tried: set[str] = field(default_factory=lambda: {"train", "eval"})
-
-    @property
-    def constructed_with(self) -> list[tuple[type[Optimizer], dict[str, Any], Mapping[str, Any]]]:
-        """(class, the group's own options, the constructor's options for the class) of each group."""
-        main = self.optimizer_class
-        classes = [given.get(OPTIMIZER_CLASS, main) for given in self.given]
-        return [
-            (its_class, options_of(given), self.defaults if its_class is main else {})
-            for its_class, given in zip(classes, self.given)
-        ]
 
     @property
     def rule_for_later(self) -> Choice:

@@ -26,8 +26,8 @@ from zero_ref.shard.built import Built
 from zero_ref.shard.coupling import switch, trial
 from zero_ref.shard.gradients import Backward
 from zero_ref.shard.groups import ParamGroup, params_of, replace_options
+from zero_ref.shard.local_class import is_known, keys_beside_state
 from zero_ref.shard.owned import MASTER
-from zero_ref.shard.several import is_known, keys_beside_state, local_optimizer, optimizers_in
 from zero_ref.shard.shard import Shard
 
 
@@ -150,7 +150,7 @@ class WholeState:
             {**given, "params": [stand_in(param) for param in group["params"]]}
             for group, given in zip(self.zero.param_groups, self.zero.registered.given, strict=True)
         ]
-        return local_optimizer(groups, self.zero.registered.optimizer_class, self.zero.registered.defaults)
+        return self.zero.registered.optimizer_class(groups, **self.zero.registered.defaults)
 
     def keys(self) -> list[list[Any]]:
         """Find out by a trial on small tensors which keys each parameter's state has after an update.
@@ -166,8 +166,7 @@ class WholeState:
         # The number of elements does not change the keys, but the number of dimensions may.
         with trial():
             optim = self._optimizer_of(stand_in)
-            for one in optimizers_in(optim):
-                switch(one, "train")
+            switch(optim, "train")
             optim.step()
         masters = self.zero.shard.masters
         return [
@@ -206,7 +205,7 @@ class WholeState:
         before = {"state": optim.state, "param_groups": optim.param_groups}
         # torch adds missing defaults when it loads. After a failed load, groups that are added later would
         # have them on some ranks only.
-        defaults = [(one, dict(one.defaults)) for one in (optim, *optimizers_in(optim))]
+        defaults = dict(optim.defaults)
         try:
             with agreement(zero.collectives, action) as facts:
                 yield facts  # 2. The caller loads, and ranks agree that all of them could.
@@ -214,9 +213,8 @@ class WholeState:
         except BaseException as error:
             # 3. Or put back what was there.
             optim.__setstate__(before)
-            for one, had in defaults:
-                for key in one.defaults.keys() - had.keys():
-                    del one.defaults[key]
+            for key in optim.defaults.keys() - defaults.keys():
+                del optim.defaults[key]
             if isinstance(error, RanksLostError) or not isinstance(error, Exception):
                 zero.accord.note_cut_off(action)
             raise

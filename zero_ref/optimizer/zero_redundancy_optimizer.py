@@ -39,11 +39,10 @@ from zero_ref.shard.arriving import Arriving
 from zero_ref.shard.buckets import finish_broadcasts, start_broadcasts
 from zero_ref.shard.built import Built, places_of
 from zero_ref.shard.gradients import WHOLE, Backward, check_no_scaler
-from zero_ref.shard.groups import given_in, ids_in, replace_options
+from zero_ref.shard.groups import ids_in, options_of, replace_options
 from zero_ref.shard.local_state import SliceState, StateOfParameters
 from zero_ref.shard.offload import StatePlace
 from zero_ref.shard.rounding import Masters
-from zero_ref.shard.several import name_classes, title
 from zero_ref.shard.shard import Shard, log_share
 from zero_ref.shard.stepper import GradientSource
 
@@ -59,11 +58,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Args:
         params: an iterable of parameters, of dicts (parameter groups) or of `named_parameters()`.
-        optimizer_class: the class to shard, which must update each parameter by itself. A parameter group
-            may name another one: `{"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 0.02}`.
-            Its other options are then the defaults of that class. Public methods that torch's `Optimizer`
-            lacks, such as `train` and `eval` of a schedule-free optimizer, are methods here too: all ranks
-            call them together, and the parameters that they write are sent to all ranks.
+        optimizer_class: the class to shard, which must update each parameter by itself. For two classes, such
+            as Muon for matrices and AdamW for the rest, construct two optimizers. Public methods that torch's
+            `Optimizer` lacks, such as `train` and `eval` of a schedule-free optimizer, are methods here too:
+            all ranks call them together, and the parameters that they write are sent to all ranks.
         process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
         parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
             message for each owner, not one for each parameter, and (without masters) steps adjacent small
@@ -93,8 +91,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: passed to `optimizer_class`.
 
     Attributes:
-        optim: the local optimizer, on this rank's slices. If groups name several classes, it is a
-            `SeveralOptimizers`, which has one optimizer for each class.
+        optim: the local optimizer, on this rank's slices.
         partition: the owner of each slice.
         registered: the arguments as the user gave them.
         built: the parameters, their partition and the messages of a step.
@@ -172,7 +169,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
             self.defaults = self.optim.defaults
             replace_options(self.optim.param_groups, self.param_groups)
-            name_classes(self.param_groups, self.optim)
             facts += [
                 f"optimizer {number} of the group",
                 *plans.facts_of_plan(self, self.built.specs, self.partition),
@@ -181,7 +177,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # 2. All ranks have agreed. Prepare for errors that come later.
         self.registered.listed = ids_in(self.param_groups)
         alarm = self.collectives.open_channel(number, {param.device for param in self.built.params})
-        self.accord = Accord(self.collectives, alarm, f"optimizer {number} ({title(self.optim)})")
+        self.accord = Accord(self.collectives, alarm, f"optimizer {number} ({optimizer_class.__name__})")
         log_share(self.built, self.shard, self.world_size)
 
     @property
@@ -455,7 +451,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def register(self, param_group: dict[str, Any]) -> None:
         """Check a group as torch does, and list it in `param_groups`, without owners yet."""
-        given = given_in(param_group) if isinstance(param_group, dict) else {}  # torch raises below
+        given = options_of(param_group) if isinstance(param_group, dict) else {}  # torch raises below
         super().add_param_group(param_group)
         self.registered.given.append(given)
 

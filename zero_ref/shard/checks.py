@@ -20,7 +20,6 @@ from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.shard.buckets import flat_view
 from zero_ref.shard.coupling import couples_parameters, updates_elementwise
 from zero_ref.shard.groups import (
-    OPTIMIZER_CLASS,
     ParamGroup,
     describe_options,
     name_of,
@@ -74,7 +73,7 @@ def check_is_class(optimizer_class: object) -> None:
 
 
 def check_can_be_sharded(
-    classes: Sequence[type[Optimizer]],
+    optimizer_class: type[Optimizer],
     partition: Partition,
     params: Sequence[torch.Tensor],
     specs: Sequence[ParamSpec],
@@ -82,7 +81,7 @@ def check_can_be_sharded(
     """Refuse parameters for which sharding would change the result.
 
     Args:
-        classes: the optimizer class of each parameter group.
+        optimizer_class: the class of the local optimizer.
     Raises:
         ValueError: a parameter is split whose optimizer uses shapes; a parameter has gaps in memory, shares
             memory with another, or is sharded already (a DTensor).
@@ -90,7 +89,7 @@ def check_can_be_sharded(
     # 1. A parameter whose optimizer uses its shape has one owner.
     for number, (spec, pieces) in enumerate(zip(specs, partition.pieces_of_param, strict=True)):
         if spec.whole and len(pieces) > 1:
-            of_class = classes[spec.group].__name__
+            of_class = optimizer_class.__name__
             raise ValueError(
                 f"{of_class} may look at a parameter's shape, and this partition splits parameter "
                 f'{name_of(specs, number)}. Use partition="even", which keeps such parameters whole, or, if '
@@ -115,20 +114,24 @@ def groups_kept_whole(
 
     Args:
         groups: the options that the user gave for each.
-        optimizer_class, defaults: the class of groups that name none, and the options of its constructor.
+        optimizer_class, defaults: the class, and the options of its constructor.
         tried: find out by a trial whether a class that is neither torch's nor declared is elementwise.
     """
 
-    def stays_whole(group: ParamGroup) -> bool:
-        of_class = group.get(OPTIMIZER_CLASS, optimizer_class)
-        if is_elementwise(of_class):
-            return False
-        # torch's classes outside ELEMENTWISE use shapes, and `elementwise = False` says so: no trial.
-        declared = hasattr(of_class, "elementwise") or of_class.__module__.startswith("torch.optim.")
-        its_defaults = defaults if of_class is optimizer_class else {}
-        return declared or not tried or not updates_elementwise(of_class, options_of(group), its_defaults)
-
-    return {index for index, group in enumerate(groups) if stays_whole(group)}
+    if is_elementwise(optimizer_class):
+        return set()
+    # torch's classes outside ELEMENTWISE use shapes, and `elementwise = False` says so: no trial.
+    if (
+        hasattr(optimizer_class, "elementwise")
+        or optimizer_class.__module__.startswith("torch.optim.")
+        or not tried
+    ):
+        return set(range(len(groups)))
+    return {
+        index
+        for index, group in enumerate(groups)
+        if not updates_elementwise(optimizer_class, options_of(group), defaults)
+    }
 
 
 def check_updates_apart(
@@ -215,8 +218,6 @@ def facts_of(
         )
     for index, group in enumerate(param_groups):
         facts += [f"group {index}: {option}" for option in describe_options(group)]
-        if OPTIMIZER_CLASS in group:
-            facts.append(f"group {index}: {group[OPTIMIZER_CLASS].__name__}")
     return [*facts, fact_of(partition)]
 
 

@@ -16,7 +16,6 @@ import torch
 from torch.optim import Optimizer
 
 from zero_ref.shard.methods import DirectCalls
-from zero_ref.shard.several import title
 
 
 class ForeignStep:
@@ -87,8 +86,8 @@ class ForeignStep:
         if before is not None and not torch.equal(before, torch.get_rng_state()):
             assert self.optim is not None
             warnings.warn(
-                f"{title(self.optim)} drew random numbers in {where}. Each rank draws other ones, so the "
-                "result is not that of one process with all parameters, and depends on the partition.",
+                f"{type(self.optim).__name__} drew random numbers in {where}. Each rank draws other ones, so "
+                "the result is not that of one process with all parameters, and depends on the partition.",
                 stacklevel=4,
             )
 

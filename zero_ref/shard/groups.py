@@ -13,10 +13,7 @@ from zero_ref.plan.partition import ParamSpec
 
 ParamGroup = dict[str, Any]
 
-OPTIMIZER_CLASS = "optimizer_class"
-"""The entry in which a parameter group names its own optimizer class."""
-
-PARAM_KEYS = ("params", "param_names", OPTIMIZER_CLASS)
+PARAM_KEYS = ("params", "param_names")
 """The entries of a parameter group that are not options."""
 
 
@@ -84,11 +81,6 @@ def difference(now: Sequence[Sequence[int]], before: Sequence[Sequence[int]]) ->
 def options_of(group: ParamGroup) -> dict[str, Any]:
     """Return a parameter group's options: learning rate, betas and so on."""
     return {key: value for key, value in group.items() if key not in PARAM_KEYS}
-
-
-def given_in(group: ParamGroup) -> dict[str, Any]:
-    """Return all that the user gave for a group but its parameters: options, perhaps an optimizer class."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def replace_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:

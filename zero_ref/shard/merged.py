@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_map
 from zero_ref.plan.partition import ALIGNMENT
 from zero_ref.shard.buckets import flat_view
 from zero_ref.shard.checks import is_elementwise
-from zero_ref.shard.several import class_of
 
 CONTAINERS = (list, tuple, dict)
 
@@ -262,13 +261,12 @@ class MergedSlices:
         self.runs: list[MergedRun] = []
         self.apart = [group["params"] for group in optim.param_groups]
         most = math.inf if limit is None else limit
-        for group in optim.param_groups if params else ():
-            if is_elementwise(class_of(group, optim)):
-                fit = [t for t in group["params"] if _can_be_merged(t, most) and t in params]
-                self.runs += [
-                    MergedRun(run, [params[member] for member in run], limit is not None)
-                    for run in _contiguous_runs(fit)
-                ]
+        for group in optim.param_groups if params and is_elementwise(type(optim)) else ():
+            fit = [t for t in group["params"] if _can_be_merged(t, most) and t in params]
+            self.runs += [
+                MergedRun(run, [params[member] for member in run], limit is not None)
+                for run in _contiguous_runs(fit)
+            ]
         self._arrange()
 
     def _arrange(self) -> None:

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from zero_ref.shard.digests import digests
 from zero_ref.shard.groups import params_of
-from zero_ref.shard.several import optimizers_in
 
 
 def has_method(optimizer_class: type[Optimizer], name: str) -> bool:
@@ -47,11 +46,10 @@ class DirectCalls:
 
     def watch(self, optim: Optimizer) -> None:
         """Watch the methods of this local optimizer that are not watched yet."""
-        for one in optimizers_in(optim):
-            for name in dir(type(one)):
-                # An attribute of the object hides the method of its class.
-                if has_method(type(one), name) and name not in vars(one):
-                    setattr(one, name, self._watched(weakref.ref(one), getattr(type(one), name)))
+        for name in dir(type(optim)):
+            # An attribute of the object hides the method of its class.
+            if has_method(type(optim), name) and name not in vars(optim):
+                setattr(optim, name, self._watched(weakref.ref(optim), getattr(type(optim), name)))
 
     def _watched(self, optim_ref: weakref.ref[Optimizer], method: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method of a local optimizer: raise if it writes into parameters.

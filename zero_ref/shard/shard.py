@@ -24,20 +24,12 @@ from zero_ref.shard.buckets import kept_view
 from zero_ref.shard.built import Built
 from zero_ref.shard.foreign import ForeignStep
 from zero_ref.shard.groups import ParamGroup, loaded_options
+from zero_ref.shard.local_class import check_belongs_to_parameters, is_known
 from zero_ref.shard.local_state import LocalStates, StateOfParameters
 from zero_ref.shard.merged import CONTAINERS, place_end_to_end
-from zero_ref.shard.methods import has_method
 from zero_ref.shard.offload import StatePlace
 from zero_ref.shard.owned import MASTER, Copies, OwnedSlice, own_slices
 from zero_ref.shard.rounding import Masters
-from zero_ref.shard.several import (
-    SeveralOptimizers,
-    check_belongs_to_parameters,
-    defaults_of,
-    is_known,
-    local_optimizer,
-    optimizers_in,
-)
 from zero_ref.shard.stepper import Casts, GradientSource, Parts, Steppers
 
 logger = logging.getLogger("zero_ref.optimizer")
@@ -49,8 +41,8 @@ class Shard:
     Args:
         built: the parameters and their partition.
         rank: this rank.
-        groups: for each parameter group the options that the user gave, and perhaps its "optimizer_class".
-        optimizer_class, defaults: the class of groups that name none, and the options of its constructor.
+        groups: for each parameter group the options that the user gave.
+        optimizer_class, defaults: the class of the local optimizer, and the options of its constructor.
         merge: step adjacent small parameters as one tensor, if their optimizer is elementwise.
         masters: the copies to step in place of 16-bit parameters; None for no copies.
         place: the place of values and state; None for the parameters' own devices.
@@ -78,10 +70,8 @@ class Shard:
         self.rank, self.masters, self.place_of_state = rank, masters, place
         self.owned = own_slices(built.partition.slices_of_rank[rank], built.params, masters, place)
         local = self._by_group(built, len(groups))
-        self.optim: Optimizer = local_optimizer(
-            [{**given, "params": params} for given, params in zip(groups, local, strict=True)],
-            optimizer_class,
-            defaults,
+        self.optim = optimizer_class(
+            [{**given, "params": params} for given, params in zip(groups, local, strict=True)], **defaults
         )
         self._merge = merge and place is None
         self.foreign = ForeignStep(rank)
@@ -172,25 +162,21 @@ class Shard:
             name, args, kwargs: the method, and its arguments.
             parts: as `GradientSource.by_slice`.
         Returns:
-            What the method returns; a list if several classes have it.
+            What the method returns.
         """
         # A method is no step: copies that only get a gradient for it do not count as stepped.
         used = set(self._used)
-        if isinstance(self.optim, SeveralOptimizers):
-            self.optim.hand_out()
-        having = [one for one in optimizers_in(self.optim) if has_method(type(one), name)]
         # The method looks for each tensor in the groups, so nothing is merged during the call.
         self.steppers.unmerge()
         try:
             is_torchs = is_known(self.optim)
             with nullcontext() if is_torchs else self.foreign.watched(f"{name}()", always=True):
                 self.steppers.alone.set_gradients(GradientSource(by_slice=parts), at_once=True)
-                results = [getattr(one, name)(*args, **kwargs) for one in having]
+                return getattr(self.optim, name)(*args, **kwargs)
         finally:
             self.steppers.alone.restore_gradients()
             self._used.clear()
             self._used |= used
-        return results if len(results) > 1 else results[0]
 
     def publish_written(self, numbers: set[int]) -> None:
         """Round the copies of these parameters, also of frozen ones, into the parameters."""
@@ -265,11 +251,8 @@ class Shard:
         Args:
             state: by parameter or by local tensor.
         """
-        states = LocalStates(
-            self.built, self.owned, state.states if isinstance(state, StateOfParameters) else state
-        )
-        for one in (self.optim, *optimizers_in(self.optim)):
-            one.state = states  # type: ignore[assignment]
+        states = state.states if isinstance(state, StateOfParameters) else state
+        self.optim.state = LocalStates(self.built, self.owned, states)  # type: ignore[assignment]
 
     def _by_group(self, built: Built, count: int) -> list[list[torch.Tensor]]:
         """List the local tensors of this rank's slices, for each parameter group."""
@@ -319,15 +302,14 @@ class Shard:
         Raises:
             RuntimeError: the local optimizer keeps a view; names the parameter.
         """
-        for optim in optimizers_in(self.optim):
-            number = kept_view(optim, self.built.params)
-            if number is not None:
-                raise RuntimeError(
-                    f"rank {self.rank}: {type(optim).__name__} keeps views of parameter "
-                    f"{self.built.name(number)} from when it was constructed, and to {action} would give it "
-                    "other tensors: it would go on updating the old ones. Consolidate the state, construct a "
-                    "new optimizer with the arguments that you want, and load the state into it."
-                )
+        number = kept_view(self.optim, self.built.params)
+        if number is not None:
+            raise RuntimeError(
+                f"rank {self.rank}: {type(self.optim).__name__} keeps views of parameter "
+                f"{self.built.name(number)} from when it was constructed, and to {action} would give it "
+                "other tensors: it would go on updating the old ones. Consolidate the state, construct a "
+                "new optimizer with the arguments that you want, and load the state into it."
+            )
 
     # ---------------------------------------------------------------------------------------------- its state
 
@@ -377,7 +359,7 @@ class Shard:
         # 2. Load. torch searches "params" for each entry of the state, which takes long in lists: use ranges.
         ends = [0, *accumulate(len(group["params"]) for group in self.optim.param_groups)]
         groups = [
-            {**loaded_options(saved, ours, defaults_of(ours, self.optim)), "params": range(*of_group)}
+            {**loaded_options(saved, ours, self.optim.defaults), "params": range(*of_group)}
             for ours, saved, of_group in zip(
                 self.optim.param_groups, saved_groups, pairwise(ends), strict=True
             )

@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 from zero_ref.plan.partition import Slice
 from zero_ref.shard.foreign import ForeignStep
 from zero_ref.shard.groups import options_of, params_of, replace_options
+from zero_ref.shard.local_class import is_known
 from zero_ref.shard.merged import SMALL_NUMEL, MergedSlices
 from zero_ref.shard.offload import PieceGradients, StatePlace, in_pieces
 from zero_ref.shard.owned import Copies, OwnedSlice
-from zero_ref.shard.several import is_known
 
 CAST_NBYTES = 2**22
 """Bytes of masters whose gradients are cast at a time: the casts stay in the cache until they are used."""
