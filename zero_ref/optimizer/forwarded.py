@@ -157,8 +157,9 @@ def _check_works_apart(zero: Zero, name: str, args: Sequence[Any], kwargs: Mappi
         ValueError: a trial showed that it does. The constructor has tried `train` and `eval`. A method with
             a function among its arguments is not tried, since the function may have side effects.
     """
-    tried = zero.registered.tried
-    if name in tried or any(map(callable, tree_leaves((args, kwargs)))):
+    registered = zero.registered
+    tried, of_class, defaults = registered.tried, registered.optimizer_class, registered.defaults
+    if name in tried or is_elementwise(of_class) or any(map(callable, tree_leaves((args, kwargs)))):
         return
 
     def call(optimizer: Optimizer) -> None:
@@ -166,9 +167,7 @@ def _check_works_apart(zero: Zero, name: str, args: Sequence[Any], kwargs: Mappi
 
     # For each group with a parameter that is cut, the number of one such parameter.
     split = {zero.built.specs[number].group: number for number, *_ in zero.built.cut}
-    for index, (of_class, options, defaults) in enumerate(zero.registered.constructed_with):
-        if is_elementwise(of_class) or not has_method(of_class, name):
-            continue
+    for index, options in enumerate(registered.given):
         if couples_parameters(of_class, options, defaults, call):
             raise ValueError(
                 f"{name}() of {of_class.__name__} changed a tensor otherwise beside another one than by "

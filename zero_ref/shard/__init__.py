@@ -7,7 +7,7 @@
 - `owned`: its slices;
 - `rounding`: 32-bit masters, and how they are rounded;
 - `merged`: small neighbours stepped as one tensor;
-- `several`: one optimizer class for each group;
+- `local_class`: whether its class is torch's, and its state that of parameters;
 - `offload`: the shard on the CPU or in files;
 - `foreign`: what classes that are not torch's may do in a step;
 - `buckets`: flat tensors whose windows are the parameters, and their broadcasts;
