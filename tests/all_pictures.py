@@ -12,14 +12,10 @@ from functools import cache
 import test_plots
 import test_plots_buckets
 import test_plots_drift
-import test_plots_groups
-import test_plots_join
 import test_plots_norms
 import test_plots_ownership
 import test_plots_reads
 import test_plots_reshard
-import test_plots_rounded
-import test_plots_rules
 import test_plots_sharded
 import test_plots_simulated
 import test_plots_wire
@@ -27,7 +23,6 @@ from pictures import Plot
 from test_plots_simulated import played
 
 from zero_ref.lab import plots
-from zero_ref.live.departures import Part
 from zero_ref.live.palette import ITEM_COLOURS
 from zero_ref.live.svg import Drawing
 from zero_ref.plan.rules import even, sorted_greedy
@@ -40,13 +35,6 @@ from zero_ref.simulator.tree import Advice, Question
 
 NUMELS = [600, 500, 400, 100, 0, 30]
 NAMES = ["wte.weight", "h.0.qkv.weight", "h.0.fc.weight", "h.0.proj.weight", "none", "ln_f.bias"]
-
-DEPARTING = {"first.weight": 60, "first.bias": 10, "second.weight": 45, "second.bias": 5}
-DEPARTED = [
-    Part("first.weight", 1, 0, 60),
-    Part("second.weight", 0, 40, 45),
-    Part("second.weight", 1, 30, 45),
-]
 
 # ---------------------------------------------------------------------------------------------- timelines
 
@@ -153,16 +141,6 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "decision_tree, a model's way": lambda: plots.decision_tree(TREE, path=[False, True, False]),
     "decision_tree, not yet at an advice": lambda: plots.decision_tree(TREE, path=[False]),
     "decision_tree, one question": lambda: plots.decision_tree(SHORT_TREE, path=[True]),
-    "departures": lambda: plots.departures(
-        "plain, 3 ranks: departs in step 1, in step", DEPARTING, 3, DEPARTED
-    ),
-    "departures, a large model": lambda: plots.departures(
-        "clipping, 16 ranks",
-        {f"blocks.{number}.attention.query.weight": 64 for number in range(40)},
-        16,
-        [Part(f"blocks.{number}.attention.query.weight", 11, 60, 64) for number in range(30, 33)],
-    ),
-    "departures, none": lambda: plots.departures("plain", DEPARTING, 2, []),
     "loads": lambda: plots.loads(sorted_greedy(NUMELS, 4)),
     "loads, bytes": lambda: plots.loads(even([10**6], 64), bytes_per_element=8, fullest_first=True),
     "loads, nothing": lambda: plots.loads(sorted_greedy([0], 3)),
@@ -188,14 +166,10 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
 HEIGHTS = {
     test_plots: (4.0,),
     test_plots_drift: (3.4,),
-    test_plots_groups: (4.2,),
-    test_plots_join: (2.6,),
     test_plots_norms: (3.4, 4.0),
     test_plots_ownership: (4.6,),
     test_plots_reads: (3.2,),
     test_plots_reshard: (3.2,),
-    test_plots_rounded: (3.4,),
-    test_plots_rules: (3.6,),
     test_plots_sharded: (3.2,),
     test_plots_simulated: (5.0,),
     test_plots_wire: (2.9, 4.2),

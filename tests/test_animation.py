@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from zero_ref.live.animated_overlap import LOOP_S, RUN_S, animate_overlap, overlap_frames
 from zero_ref.live.animated_step import PHASES, SECONDS, animate_step, step_frames
 from zero_ref.live.animation import Animation, Motion
 from zero_ref.live.palette import RANK_COLOURS
@@ -18,23 +17,15 @@ from zero_ref.live.svg import text_width
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.simulator.schedule import calls_of_rank
-from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, Event, Timeline, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 TINY = sorted_greedy([12, 3, 6, 2], 3)
 NAMES = ["W1", "b1", "W2", "b2"]
-BUCKETS = [BucketTimes(backward_ms=4, reduce_ms=3, step_ms=1, broadcast_ms=1.5)] * 4
-TIMELINES = {
-    "zero.step()": simulate(BUCKETS, "plain"),
-    "hook_with_zero_step_interleaved": simulate(BUCKETS, "interleaved"),
-}
 ANIMATIONS = {
     "step": animate_step(TINY, NAMES),
     "step of 4 ranks": animate_step(even([40, 3, 30, 5, 60, 1, 9], 4, alignment=1)),
     "step of 2 ranks": animate_step(from_lists([1, 999], [[], [0, 1]]), ["a long name", "<&>"]),
-    "overlap": animate_overlap(TIMELINES),
-    "overlap on a side stream": animate_overlap({"GPU": simulate(BUCKETS, "interleaved", side_stream=True)}),
 }
 
 numels = st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any)
@@ -173,64 +164,6 @@ def test_a_step_too_large_to_be_seen_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=wrong):
         animate_step(partition, names)
-
-
-# ----------------------------------------------------------------------------------------------- timelines
-
-
-@given(st.lists(st.tuples(*[st.integers(1, 30)] * 4), min_size=1, max_size=5))
-@settings(max_examples=25)
-def test_seconds_are_proportional_to_milliseconds(times: list[tuple[int, int, int, int]]) -> None:
-    timelines = {way: simulate([BucketTimes(*one) for one in times], way) for way in WAYS_OF_DDP}
-    frames = overlap_frames(timelines)
-    assert len(frames) == sum(len(one.events) for one in timelines.values())
-    begin_s = min(frame.start_s for frame in frames)
-    longest_ms = max(one.makespan_ms for one in timelines.values())
-    for frame in frames:
-        for second, ms in ((frame.start_s, frame.event.start_ms), (frame.stop_s, frame.event.stop_ms)):
-            assert second - begin_s == pytest.approx(RUN_S * ms / longest_ms)  # order of operations
-
-
-def test_bars_grow_while_their_events_go_on_and_as_far() -> None:
-    root = tree(ANIMATIONS["overlap"])
-    bars = [one for one in root.iter(f"{SVG}rect") if one.get("data-label")]
-    events = [event for one in TIMELINES.values() for event in sorted(one.events, key=lambda one: one.lane)]
-    assert [(one.get("data-label"), one.get("data-bucket")) for one in bars] == [
-        (event.label, "all" if event.bucket is None else str(event.bucket)) for event in events
-    ]
-    left = min(float(one.attrib["x"]) for one in bars)
-    for one, event in zip(bars, events, strict=True):
-        px_per_ms = (720 - 2 * left) / 29
-        assert float(one.attrib["x"]) == pytest.approx(left + px_per_ms * event.start_ms, abs=0.01)
-        length = px_per_ms * (event.stop_ms - event.start_ms)
-        assert float(one.attrib["width"]) == pytest.approx(length, abs=0.62)  # less the gap of 0.6
-        moments = keyframes(root, one.attrib["class"])
-        grown = {css: [when for when in sorted(moments) if moments[when] == css] for css in moments.values()}
-        began, ended = max(grown["transform:scaleX(0)"]), min(grown["transform:scaleX(1)"])
-        begin_s = 0.5  # before it, and after the end, nothing moves
-        assert began * LOOP_S / 100 == pytest.approx(begin_s + RUN_S * event.start_ms / 29, abs=1e-3)
-        assert ended * LOOP_S / 100 == pytest.approx(begin_s + RUN_S * event.stop_ms / 29, abs=1e-3)
-
-
-def test_what_is_exposed_adds_up() -> None:
-    root = tree(ANIMATIONS["overlap"])
-    red = [one for one in root.iter(f"{SVG}rect") if one.get("fill") == "#B3001B"]
-    px_per_ms = (720 - 2 * 22) / 29
-    for height in ("3.5", "9"):
-        length = sum(float(one.attrib["width"]) for one in red if one.get("height") == height)
-        assert length == pytest.approx(px_per_ms * (9 + 4), abs=0.05)  # hundredths of a pixel
-    words = ["".join(one.itertext()) for one in root.iter(f"{SVG}text")]
-    assert "exposed communication, added up: 9 ms" in words
-    assert "exposed communication, added up: 4 ms" in words
-    assert "9 ms are exposed" in ANIMATIONS["overlap"].words
-
-
-def test_timelines_with_nothing_to_see_or_too_much_are_refused() -> None:
-    with pytest.raises(ValueError, match="0 events in 0 ms: an animation shows 1 to 200"):
-        animate_overlap({})
-    many = Timeline(tuple(Event("network", "reduce", n, n, n + 1) for n in range(201)))
-    with pytest.raises(ValueError, match="201 events in 201 ms"):
-        animate_overlap({"many": many})
 
 
 # ------------------------------------------------------------------------------------ on a page, for everyone

@@ -6,8 +6,6 @@ import itertools
 import json
 import math
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -15,12 +13,11 @@ from hypothesis import given, settings, strategies as st
 from zero_ref import live
 from zero_ref.live import EXPLORERS
 from zero_ref.live.explorer import Answer, Control, Explorer
-from zero_ref.live.memory import DEVICES
 from zero_ref.live.page import NARROW, WIDE, frames, html
 from zero_ref.live.palette import MANY_RANKS, RANK_COLOURS, rank_colour
 from zero_ref.live.svg import bar, element, key, text_width, ticks, wrapped
 from zero_ref.plan.choice import plan_partition
-from zero_ref.simulator.cluster import CLUSTERS, Link
+from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.memory import MemorySettings, average_memory
 from zero_ref.simulator.models import MODELS, shapes, specs
 from zero_ref.simulator.peak import with_peak
@@ -116,53 +113,6 @@ def test_an_iteration_takes_as_long_as_the_simulator_says(strategy: str, way: st
     assert answer.numbers[f"{strategy}, exposed, ms"] == played.timeline().exposed_ms / plan.iterations
     path = [ms for name, ms in answer.numbers.items() if "critical path" in name]
     assert sum(path) == pytest.approx(played.makespan_ms)  # the sum of what the path is made of
-
-
-def test_a_designed_cluster_runs_the_scenario() -> None:
-    answer = EXPLORERS["design"].answer(
-        model="llama3-8b", strategy="zero-even", device="A100 80 GB", per_node=4, nodes=2, within=64.0,
-        between=6.25, latency=50.0, batch=2, checkpointing="none", tokens=10**9,
-    )  # fmt: skip
-    h100 = CLUSTERS["h100-ib"]
-    cluster = replace(
-        h100,
-        device=DEVICES["A100 80 GB"],
-        ranks_per_node=4,
-        within=Link(3.4, 64.0, h100.within.reached),
-        between=Link(50.0, 6.25, h100.between.reached),
-    )
-    scenario = Scenario(MODELS["llama3-8b"], cluster, 8, batch=2, checkpointing="none")
-    run = scenario.run("zero-even")
-    assert answer.numbers["iteration, ms"] == run.iteration_ms
-    assert answer.numbers["memory of the fullest rank, bytes"] == run.peak_bytes
-    assert answer.numbers["sent by a rank, bytes"] == run.sent_bytes
-    iterations = 10**9 / (8 * scenario.tokens)
-    assert answer.numbers["days"] == pytest.approx(
-        iterations * run.iteration_ms / 86_400_000
-    )  # order of factors
-    assert answer.numbers["GPU-hours"] == pytest.approx(8 * 24 * answer.numbers["days"])
-
-
-def test_ranks_of_a_designed_cluster_share_experts_as_far_as_they_can() -> None:
-    def design(**setting: Any) -> Answer:
-        return EXPLORERS["design"].answer(**{"model": "kimi-k2", "nodes": 16, **setting})
-
-    alone, shared = design(), design(expert_parallel=64)
-    memory = "memory of the fullest rank, bytes"
-    assert shared.numbers[memory] < 0.6 * alone.numbers[memory]
-    assert "64 ranks share experts" in shared.words
-    assert "share experts" not in alone.words
-    assert not alone.idle
-    # 2 nodes of 8 ranks, and 128 experts: at most 16 ranks share them.
-    few = design(model="qwen3-30b-a3b", nodes=2, expert_parallel=128)
-    assert few.table[2] == ["ranks that share experts", "16"]
-    for setting, why in (
-        ({"model": "llama3-8b"}, "llama3-8b has no experts."),
-        ({"strategy": "local-sgd"}, "Under local-sgd ranks share no experts."),
-    ):
-        answer = design(**setting, expert_parallel=8)
-        assert answer.idle == {"expert_parallel": why}
-        assert answer.numbers == design(**setting).numbers
 
 
 def test_which_stage_is_what_the_simulator_compares() -> None:
@@ -434,9 +384,9 @@ def test_the_pictures_along_a_control_are_the_explorers_own(name: str) -> None:
 def test_a_piece_of_page_has_the_slider_where_its_pictures_are_those_at_hand() -> None:
     assert "data-along" in html("memory")
     assert "data-along" not in html("memory", model="gpt2")  # the pictures at hand are of another model
-    assert "data-along" not in html("design")
-    with pytest.raises(ValueError, match="design has no pictures"):
-        frames("design")
+    assert "data-along" not in html("which")
+    with pytest.raises(ValueError, match="which has no pictures"):
+        frames("which")
 
 
 @pytest.mark.parametrize("rounds", range(7))

@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pytest
 
@@ -15,7 +15,6 @@ from zero_ref.cli import simulate
 from zero_ref.lab import commands, config, dry_run
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.settings import as_toml, settings_of
-from zero_ref.live import design
 from zero_ref.simulator.cluster import CLUSTERS, Cluster
 from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.options import (
@@ -109,9 +108,7 @@ class ScenarioWithAnother(Scenario):
     """A scenario with one option more."""
 
     _: KW_ONLY
-    micro_batch: Annotated[
-        int, Option("computed at a time", least=1, most=99, label="at a time", steps=(1, 2, 4))
-    ] = 1
+    micro_batch: Annotated[int, Option("computed at a time", least=1, most=99)] = 1
 
 
 @pytest.fixture
@@ -176,26 +173,6 @@ def test_one_option_more_of_a_scenario_is_in_every_form(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         cli.main([*words[:-1], "0"])
     assert "--micro-batch: it must be at least 1, got 0" in capsys.readouterr().err
-
-
-def test_one_option_more_of_a_scenario_is_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    run = Scenario.run
-    monkeypatch.setattr(Scenario, "run", lambda self, strategy: drawn.append(self) or run(self, strategy))
-    explorer = design.designer(ScenarioWithAnother)
-    (control,) = [one for one in explorer.controls if one.name == "micro_batch"]
-    shown = (control.label, control.kind, control.value, control.options)
-    assert shown == (
-        "at a time",
-        "slider",
-        1,
-        (1, 2, 4),
-    )
-    assert "micro_batch" not in [one.name for one in design.DESIGN.controls]
-    explorer.answer(model="gpt2", micro_batch=2)
-    assert [one.micro_batch for one in drawn] == [2]
-    with pytest.raises(ValueError, match=r"Did you mean 'micro_batch'\?"):
-        explorer.answer(mirco_batch=2)
 
 
 # -------------------------------------------------------------------------------------- the package's own

@@ -21,7 +21,7 @@ from reader import OPTIONS, find_chromium
 ROOT = Path(__file__).resolve().parents[2]
 
 STARTS = 7
-NAMES = ("memory", "partition", "overlap", "design")
+NAMES = ("memory", "partition", "overlap", "which")
 
 
 class Quiet(SimpleHTTPRequestHandler):

@@ -18,7 +18,6 @@ CHAPTERS = {
     "partition": "notebooks/03_partition.html",
     "overlap": "notebooks/06_overlap.html",
     "which": "notebooks/09_which_stage.html",
-    "design": "notebooks/16_scale.html",
     "search": PAGE,
 }
 pytestmark = pytest.mark.browser
@@ -241,11 +240,11 @@ def test_pages_opened_from_a_disk_say_how_to_start_python(pages: object, browser
 def test_without_python_to_fetch_the_reader_is_told_and_can_try_again(visit: Callable[..., Visit]) -> None:
     one = visit(PAGE)
     one.page.context.route("**/zero_ref.zip", lambda route: route.fulfill(status=503))
-    section = part(one.page, "design")
+    section = part(one.page, "which")
     section.locator(".explorer-start").click()
-    one.page.wait_for_selector('[data-explorer="design"][data-state=failed]')
+    one.page.wait_for_selector('[data-explorer="which"][data-state=failed]')
     assert "did not start" in section.locator(".explorer-note").inner_text()
     assert section.locator(".explorer-start").is_enabled()
     one.page.context.unroute("**/zero_ref.zip")
-    start(one.page, "design")
-    assert json.loads(section.get_attribute("data-shown") or "{}")["model"] == "llama3-70b"
+    start(one.page, "which")
+    assert json.loads(section.get_attribute("data-shown") or "{}")["model"] == "llama3-8b"

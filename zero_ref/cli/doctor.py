@@ -79,9 +79,6 @@ def register_doctor(subparsers: Subparsers) -> None:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--junit", type=OutputFile, metavar="FILE", help="write the report as JUnit's XML")
-    parser.add_argument(
-        "--picture", type=OutputFile, metavar="FILE.svg", help="draw the first departure, if there is one"
-    )
     parser.set_defaults(run=run_doctor)
 
 
@@ -102,8 +99,6 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         print("\n".join(map(printable, str(report).split("\n"))))
     if arguments.junit:
         write_text("--junit", arguments.junit, report.to_junit())
-    if arguments.picture and report.departures:
-        write_text("--picture", arguments.picture, report.departures[0].picture().svg())
     if not report.tried:
         raise CommandError("nothing could be tried: the report says why.")
     if report.healthy and arguments.strict and report.refused:

@@ -411,11 +411,7 @@ class _Doctor:
                 case, model, self.make, ranks, self.masters, observed, expected, bounds, where, options
             )
             found = self.causes.of(patient)
-            values = observed[where.part].traces[0][0].tensors
-            numels = {name: value.numel() for name, value in values.items() if value is not None}
             self.departures.append(
-                Departure(
-                    case.trial.name, ranks[where.part], where.step, where.phase, where.places, found, numels
-                )
+                Departure(case.trial.name, ranks[where.part], where.step, where.phase, where.places, found)
             )
         return None

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from xml.etree import ElementTree
 
 from zero_ref.doctor.compare import Place
-from zero_ref.live.departures import Part, departures
-from zero_ref.live.svg import Drawing
 
 SHOWN_LINES = 24
 """The text of an error is cut to this many lines, the last ones; the JSON has all."""
@@ -28,7 +26,6 @@ class Departure:
         places: the parameters, ranks and element ranges that depart there, in the model's order.
         causes: the mistakes that give what was observed, but for what reordered sums explain. Empty: the
             cause is unknown.
-        numels: the number of elements of every parameter of the model, by the parameter's name.
     """
 
     trial: str
@@ -37,14 +34,6 @@ class Departure:
     phase: str
     places: tuple[Place, ...]
     causes: tuple[str, ...] = ()
-    numels: Mapping[str, int] = field(default_factory=dict)
-
-    def picture(self) -> Drawing:
-        """A picture of the elements that depart here: a row for each parameter, a column for each rank."""
-        numels = {**self.numels, **{place.parameter: place.numel for place in self.places}}
-        title = f"{self.trial}, {self.ranks} ranks: departs in step {self.step}, in {self.phase}"
-        parts = [Part(place.parameter, place.rank, place.start, place.stop) for place in self.places]
-        return departures(title, numels, self.ranks, parts)
 
     @property
     def parameter(self) -> str:

@@ -17,7 +17,6 @@ from dataclasses import asdict
 
 from zero_ref.live import cell
 from zero_ref.live.buckets import BUCKETS
-from zero_ref.live.design import DESIGN
 from zero_ref.live.explorer import Explorer
 from zero_ref.live.memory import MEMORY
 from zero_ref.live.overlap import OVERLAP
@@ -28,7 +27,7 @@ from zero_ref.live.which import WHICH
 from zero_ref.simulator._checks import check_name
 
 EXPLORERS: dict[str, Explorer] = {
-    one.name: one for one in (MEMORY, RING, PARTITION, BUCKETS, OVERLAP, WHICH, DESIGN, SEARCH)
+    one.name: one for one in (MEMORY, RING, PARTITION, BUCKETS, OVERLAP, WHICH, SEARCH)
 }
 
 

@@ -81,17 +81,15 @@ class Control:
         return {**asdict(self), "kind": self.kind, **options}
 
 
-def controls_of(of: type, only: Sequence[str] = (), **starts: Value) -> tuple[Control, ...]:
-    """A control for each option of a dataclass that has a label.
-
-    An option that has no value by default has a control only where `starts` gives it one.
+def controls_of(of: type, names: Sequence[str], **starts: Value) -> tuple[Control, ...]:
+    """Return a control for each of these options of a dataclass.
 
     >>> from zero_ref.simulator.scenario import Scenario
-    >>> [(one.label, one.value) for one in controls_of(Scenario, checkpointing="full")]
-    [('sequences of a rank', 1), ('computed again', 'full'), ('ranks that share experts', 1)]
+    >>> [(one.label, one.value) for one in controls_of(Scenario, ["batch", "checkpointing"])]
+    [('sequences of a rank', 1), ('computed again', 'none')]
 
     Args:
-        only: the fields, in this order; all of them if there is none.
+        names: the fields, in this order. Each has a label.
         starts: where controls stand at the start, by the field, if not at the field's default.
     """
     found = {one.path[-1]: one for one in options_of(of)}
@@ -103,9 +101,8 @@ def controls_of(of: type, only: Sequence[str] = (), **starts: Value) -> tuple[Co
             tuple(option.offered or option.choices or option.steps or (False, True)),
             {name: name.replace("_", " ") for name in option.choices},
         )
-        for field in only or found
+        for field in names
         for option, start in [(found[field].option, starts.get(field, found[field].default))]
-        if option.label and start is not None
     )
 
 

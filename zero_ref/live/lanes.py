@@ -244,7 +244,7 @@ def lanes(
     return time_axis(labels, x, width, grid_top, y, scale_ms) + parts, y + 40
 
 
-def heading(title: str, took: str, width: float, more: str = "") -> list[str]:
+def heading(title: str, took: str, width: float, more: str) -> list[str]:
     """A timeline's title in bold lines; how long it took ends the last one, if `more` has room behind it."""
     lines = wrapped(title, width / BOLD)
     last = f"{lines[-1]}: {took}"

@@ -14,8 +14,8 @@ explorers. A `Drawing` is drawn anew for each width, and a notebook shows one th
 All others draw into the Axes that they are given, whoever made it, give it back, and touch no global state;
 `figure` makes one in a figure that a notebook shows when it is the last line of a cell.
 
-Who owns what: `shard_map`, `loads`, `loads_compared`, `loads_by_rule`, `balance_against_ranks`,
-`step_diagram`, `flat_layout`, `groups_grid`.
+Who owns what: `shard_map`, `loads`, `loads_compared`, `balance_against_ranks`, `step_diagram`,
+`flat_layout`.
 What it costs: `memory_by_rank`, `ledger_stages`, `message_times`.
 What a collective costs: `ring_rounds`, `bytes_on_wire`, `time_against_bytes`.
 What a run gave: `loss_curves`, `predicted_against_measured`.
@@ -26,8 +26,7 @@ What a simulation says: `memory_curve`, `memory_over_time`, `step_time_against_r
 How far it can be trusted: `scatter`, `sensitivity`.
 What to choose: `decision_tree`.
 How gradients go to shards: `gradient_memory`, `reductions_against_ranks`, `hybrid_groups`.
-What clipping does: `norms_together`. What a weight of few bits holds: `rounded_values`.
-Who still has data: `shadow_grid`.
+What clipping does: `norms_together`.
 Who trains alone: `drift`, `agreement`.
 What lives on which worker: `ownership`, with a `Crossing` for each thing that is sent.
 """
@@ -35,23 +34,18 @@ What lives on which worker: `ownership`, with a `Crossing` for each thing that i
 from zero_ref.lab.plots._buckets import flat_layout, message_times
 from zero_ref.lab.plots._bytes import ledger_stages, memory_by_rank
 from zero_ref.lab.plots._drift import agreement, drift
-from zero_ref.lab.plots._groups import groups_grid
-from zero_ref.lab.plots._join import shadow_grid
 from zero_ref.lab.plots._judged import scatter, sensitivity
 from zero_ref.lab.plots._map import shard_map
 from zero_ref.lab.plots._norms import norms_together
 from zero_ref.lab.plots._ownership import Crossing, ownership
 from zero_ref.lab.plots._reads import Read, file_reads
 from zero_ref.lab.plots._reshard import reshard
-from zero_ref.lab.plots._rounded import rounded_values
-from zero_ref.lab.plots._rules import loads_by_rule
 from zero_ref.lab.plots._runs import loss_curves, predicted_against_measured
 from zero_ref.lab.plots._sharded import gradient_memory, hybrid_groups, reductions_against_ranks
 from zero_ref.lab.plots._simulated import StepParts, memory_curve, step_parts, step_time_against_ranks
 from zero_ref.lab.plots._style import Picture, figure, panels, save
 from zero_ref.lab.plots._volume import memory_against_ranks, volume_against_ranks
 from zero_ref.lab.plots._wire import bytes_on_wire, time_against_bytes
-from zero_ref.live.departures import departures
 from zero_ref.live.lanes import stages_timeline, timeline
 from zero_ref.live.loads import balance_against_ranks, loads, loads_compared
 from zero_ref.live.memory import memory_items
@@ -69,15 +63,12 @@ __all__ = [
     "Picture",
     "Drawing",
     "shard_map",
-    "departures",
     "loads",
     "loads_compared",
-    "loads_by_rule",
     "balance_against_ranks",
     "step_diagram",
     "cut_each",
     "flat_layout",
-    "groups_grid",
     "memory_by_rank",
     "ledger_stages",
     "message_times",
@@ -102,7 +93,6 @@ __all__ = [
     "hybrid_groups",
     "scatter",
     "sensitivity",
-    "shadow_grid",
     "drift",
     "agreement",
     "ownership",
@@ -111,7 +101,6 @@ __all__ = [
     "file_reads",
     "Read",
     "norms_together",
-    "rounded_values",
     "rank_colour",
     "text_colour_on",
 ]
