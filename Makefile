@@ -137,18 +137,15 @@ links: $(STAMP)  ## look up every link of the book to another site
 loc: $(STAMP)  ## the core against its targets: functions that a call passes, lines, branches, comments
 	@$(BIN)/python -m benchmarks.seams
 
-# An hour, with nothing else running. Reports of one commit are put together; what was measured apart from them goes.
-NETWORK :=
+# Half an hour, with nothing else running. Reports of one commit are put together; what was measured apart from them goes.
 bench: $(STAMP)  ## measure what the page "How fast is it?" shows; into benchmarks/results/
 	$(call step,benchmarks,\
-	    measure="$(NETWORK) $(BIN)/python -m benchmarks"; parts=$$(mktemp -d); \
+	    measure="$(BIN)/python -m benchmarks"; parts=$$(mktemp -d); \
 	    $$measure step sync construction memory iteration --rounds 9 --json $$parts/two.json; \
 	    $$measure checkpoint --rounds 5 --json $$parts/checkpoint.json; \
 	    $$measure step sync construction iteration --ranks 4 --rounds 5 --json $$parts/four.json; \
-	    $$measure growth --rounds 3 --json $$parts/growth.json; \
-	    $(BIN)/python -m benchmarks --json benchmarks/results/benchmarks.json \
+	    $$measure --json benchmarks/results/benchmarks.json \
 	        --from $$parts/two.json --from $$parts/checkpoint.json --from $$parts/four.json; \
-	    mv $$parts/growth.json benchmarks/results/growth.json; \
 	    rm -rf $$parts benchmarks/results/sharded.json)
 
 # Up to ten minutes. Without a GPU it says what it would measure, writes nothing, and fails: its exit code is 1.

@@ -18,17 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import growth, machine, results, rounds, suites, tables
+from benchmarks import machine, results, rounds, suites, tables
 from benchmarks.contenders import SETS
 from benchmarks.gpu import report as of_gpu
-from benchmarks.results import Figure, Report
+from benchmarks.results import Report
 from zero_ref.comm import devices
 from zero_ref.lab import meter, pieces, ranks
 from zero_ref.lab._arguments import OutputFile, Parser, json_text, rank_processes, unwritable, whole
 from zero_ref.simulator._records import read_json
 
-GROWTH, GPU = "growth", "gpu"
-BY_DEFAULT = (*suites.SUITES, *suites.SINGLES)
+GPU = "gpu"
 
 SUITE_SECONDS = 3600.0
 
@@ -45,9 +44,7 @@ def make_parser() -> Parser:
         "suites",
         nargs="*",
         metavar="SUITE",
-        help=f"in turns: {', '.join(suites.SUITES)}; single figures: plan (time to partition), simulate "
-        "(time to simulate a trillion parameters), predicted (the simulator against measurements); how times "
-        f"grow with sizes: {GROWTH}; by itself, all that needs a GPU: {GPU} (default: all but these two)",
+        help=f"{', '.join(suites.SUITES)}; by itself, all that needs a GPU: {GPU} (default: all but {GPU})",
     )
     several = "how many ranks; give it several times for several (default: 2)"
     add("--ranks", type=rank_processes, action="append", metavar="N", help=several)
@@ -66,11 +63,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run suites, or read what they gave; print the tables, and write the report. 1 if a suite failed."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    unknown = [name for name in arguments.suites if name not in (*BY_DEFAULT, GROWTH, GPU)]
+    known = (*suites.SUITES, GPU)
+    unknown = [name for name in arguments.suites if name not in known]
     if unknown:
-        parser.error(
-            f"there is no suite {unknown[0]!r}: choose from {', '.join((*BY_DEFAULT, GROWTH, GPU))}."
-        )
+        parser.error(f"there is no suite {unknown[0]!r}: choose from {', '.join(known)}.")
     if 1 in (arguments.ranks or ()):
         parser.error("--ranks must be at least 2: a single rank shares its work with nobody.")
     if arguments.reports and arguments.suites:
@@ -98,8 +94,6 @@ def _print_reports(arguments: argparse.Namespace) -> int:
     report = results.merge([Report.from_json(value) for value in values])
     for result in report.results:
         print(f"\n{tables.suite_table(result)}")
-    for suite in dict.fromkeys(figure.suite for figure in report.figures):
-        print(f"\n{tables.figures_table([figure for figure in report.figures if figure.suite == suite])}")
     _write(report, arguments.json)
     return 0
 
@@ -144,7 +138,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 def _parts(arguments: argparse.Namespace, report: Report) -> Iterator[tuple[str, Callable[[], None]]]:
     """What to measure, by name; each adds to the report and prints what it found."""
-    count, quick = report.sessions[0].rounds, arguments.quick
+    count = report.sessions[0].rounds
     world_sizes = list(dict.fromkeys(arguments.ranks or [2]))
 
     def in_turns(suite: str, set_name: str, world_size: int) -> None:
@@ -152,22 +146,11 @@ def _parts(arguments: argparse.Namespace, report: Report) -> Iterator[tuple[str,
         report.results.append(found)
         print(f"\n{tables.suite_table(found)}", flush=True)
 
-    def single(suite: str) -> None:
-        figures: list[Figure] = list(suites.SINGLES[suite](world_sizes, count))
-        report.figures += figures
-        print(f"\n{tables.figures_table(figures)}", flush=True)
-
-    def growing() -> None:
-        report.growth = growth.measure_growth(count, quick, tell=partial(print, flush=True))
-
-    for suite in dict.fromkeys(arguments.suites or BY_DEFAULT):
-        if suite in suites.SUITES:
-            for set_name in dict.fromkeys(arguments.sets or SETS):
-                for world_size in world_sizes:
-                    what = f"{suite}, {set_name}, {world_size} ranks"
-                    yield what, partial(in_turns, suite, set_name, world_size)
-        else:
-            yield suite, growing if suite == GROWTH else partial(single, suite)
+    for suite in dict.fromkeys(arguments.suites or suites.SUITES):
+        for set_name in dict.fromkeys(arguments.sets or SETS):
+            for world_size in world_sizes:
+                what = f"{suite}, {set_name}, {world_size} ranks"
+                yield what, partial(in_turns, suite, set_name, world_size)
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU

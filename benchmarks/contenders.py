@@ -59,6 +59,18 @@ FORMS = {
 }
 """The forms of a whole iteration, ours and others', and when to choose which."""
 
+ADDED = {
+    "`fused=True`": ("step", "zero_ref", "zero_ref, fused"),
+    "`parameters_as_bucket_view=True`": ("step", "zero_ref, fused", OURS),
+    '`partition="even"`': ("step", OURS, EVEN),
+    "`reduce_to_owners`": ("sync", OURS, TO_OWNERS),
+    "`hook_with_zero_step`": ("sync", TO_OWNERS, f"{TO_OWNERS}, overlapped"),
+    "`hook_with_zero_step_interleaved`": ("sync", TO_OWNERS, f"{TO_OWNERS}, interleaved"),
+    "`ShardedDataParallel`": ("sync", OURS, OWN_HOOKS),
+    'there `partition="equal_shares"`': ("sync", OWN_HOOKS, SHARES),
+}
+"""What can be added to our optimizer: the suite that times it, and the forms without it and with it."""
+
 BEST: dict[str, Any] = {"parameters_as_bucket_view": True, "fused": True}
 
 

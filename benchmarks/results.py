@@ -11,10 +11,6 @@ import numpy as np
 from benchmarks.machine import Commit, Machine
 from zero_ref.simulator._records import record
 
-AXES = ("parameters", "tensors", "ranks")
-GROWING = ("step", "sync", "consolidate", "construct")
-"""What is timed along each of AXES."""
-
 LIMIT = "limit: "
 """What the name of a limit begins with."""
 
@@ -61,8 +57,8 @@ class SuiteResult:
     """One suite on one set: what every contender and every limit took, round by round.
 
     Args:
-        suite: one of `suites.SUITES`; of growth one of GROWING.
-        set: of `contenders.SETS`; of growth one of AXES, what was varied.
+        suite: one of `suites.SUITES`.
+        set: one of `contenders.SETS`.
         ranks: the number of ranks.
         tensors, parameters: of the model.
         taken: by contender. A limit's name begins with "limit: ".
@@ -85,26 +81,6 @@ class SuiteResult:
         sent = self.taken[name].wire_bytes
         unit = (self.ranks - 1) * self.parameters * BYTES_OF_A_PARAMETER
         return None if sent is None or not unit else sent / unit
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A single number, where nobody takes turns.
-
-    Args:
-        suite: "plan", "simulate" or "predicted".
-        name: what it is, as a table names it.
-        case: of what, where there are several: a strategy, a size.
-        ranks: real or on paper.
-        value: in `unit`.
-    """
-
-    suite: str
-    name: str
-    case: str
-    ranks: int
-    value: float
-    unit: str = ""
 
 
 @dataclass
@@ -134,7 +110,6 @@ class Report:
         versions: of Python and the packages; None for what is not installed.
         commit: None outside a checkout.
         sessions: one for each run of the command.
-        growth: as `results`, of the sizes of each axis.
     """
 
     machine: Machine
@@ -142,8 +117,6 @@ class Report:
     commit: Commit | None
     sessions: list[Session]
     results: list[SuiteResult] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
-    growth: list[SuiteResult] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """As plain values, for json."""
@@ -157,7 +130,7 @@ class Report:
             ValueError: it is something else; a time is not above 0; or some have more rounds than others.
         """
         report = record(cls, value, "report")
-        for result in (*report.results, *report.growth):
+        for result in report.results:
             what = f"{result.suite}, {result.set}"
             times = [times for taken in result.taken.values() for times in (taken.wall_ms, taken.cpu_ms)]
             if len({len(of_one) for of_one in times}) > 1:
@@ -182,15 +155,11 @@ def merge(reports: Sequence[Report]) -> Report:
             ours, theirs = getattr(first, name), getattr(other, name)
             if ours != theirs:
                 raise ValueError(f"reports of different {name} cannot be one: {ours} and {theirs}")
-    sessions, results, figures, growth = (
-        [one for report in reports for one in getattr(report, name)]
-        for name in ("sessions", "results", "figures", "growth")
-    )
-    seen: set[tuple[object, ...]] = set()
-    for key in [(one.suite, one.set, one.ranks) for one in results] + [
-        (one.suite, one.name, one.case, one.ranks) for one in figures
-    ]:
+    sessions = [one for report in reports for one in report.sessions]
+    results = [one for report in reports for one in report.results]
+    seen: set[tuple[str, str, int]] = set()
+    for key in [(one.suite, one.set, one.ranks) for one in results]:
         if key in seen:
             raise ValueError(f"{key} is in more than one report: leave all but one of them out")
         seen.add(key)
-    return Report(first.machine, first.versions, first.commit, sessions, results, figures, growth)
+    return Report(first.machine, first.versions, first.commit, sessions, results)

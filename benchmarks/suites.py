@@ -1,12 +1,11 @@
-"""Suites by name: those in which contenders take turns, and those of single figures."""
+"""The suites by name, in each of which contenders take turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
-from benchmarks import paper, state, training
-from benchmarks.predicted import predicted
-from benchmarks.results import Figure, SuiteResult
+from benchmarks import state, training
+from benchmarks.results import SuiteResult
 
 SUITES: dict[str, Callable[[str, int], SuiteResult]] = {
     "step": training.step,
@@ -17,10 +16,3 @@ SUITES: dict[str, Callable[[str, int], SuiteResult]] = {
     "construction": state.construction,
 }
 """Called on every rank of a process group, with a set and a number of rounds; all ranks get the same."""
-
-SINGLES: dict[str, Callable[[Sequence[int], int], Iterable[Figure]]] = {
-    "plan": lambda _, rounds: paper.plan(rounds),
-    "simulate": lambda _, rounds: paper.simulate(min(rounds, 3)),
-    "predicted": predicted,
-}
-"""Called with numbers of ranks and of rounds. Nobody takes turns; the ranks are real, or on paper others."""

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.contenders import OURS_IN
 from benchmarks.gpu.report import FAILED, MEASURED, GpuReport, SectionResult
 from benchmarks.machine import Commit, Machine
-from benchmarks.results import LIMIT, Figure, Report, Spread, SuiteResult, spread
+from benchmarks.results import LIMIT, Report, Spread, SuiteResult, spread
 from zero_ref.simulator.ledger import format_bytes
 
 
@@ -132,19 +132,6 @@ def suite_table(result: SuiteResult) -> str:
     filled = [any(cell not in ("", "-") for cell in column) for column in zip(*rows)]
     header, *rows = (list(compress(cells, filled)) for cells in (header, *rows))
     return f"{title}\n\n{aligned(header, rows)}"
-
-
-def figures_table(figures: Sequence[Figure]) -> str:
-    """The figures of one suite: a line for each case and number of ranks, a column for each name."""
-    names = list(dict.fromkeys((figure.name, figure.unit) for figure in figures))
-    lines = list(dict.fromkeys((figure.case, figure.ranks) for figure in figures))
-    value_of = {(figure.case, figure.ranks, figure.name): figure.value for figure in figures}
-    header = [figures[0].suite, "ranks", *(f"{name}, {unit}" if unit else name for name, unit in names)]
-    rows = [
-        [case, f"{ranks:,}", *(cell(value_of.get((case, ranks, name))) for name, _ in names)]
-        for case, ranks in lines
-    ]
-    return aligned(header, rows)
 
 
 def _ours_for(result: SuiteResult, name: str) -> str | None:

@@ -20,20 +20,15 @@ from benchmarks.comparisons import (
     UNDECIDED,
     WON,
     Comparison,
-    Growth,
-    amount,
     comparisons,
-    growing_ms,
-    growths,
     outcome,
-    work,
 )
-from benchmarks.contenders import FORMS, REFERENCE
+from benchmarks.contenders import ADDED, FORMS, REFERENCE
 from benchmarks.gpu.report import GpuReport
-from benchmarks.results import AXES, LIMIT, Report, Spread, SuiteResult, spread
+from benchmarks.results import Report, Spread, SuiteResult
 from benchmarks.tables import aligned, gpu_text, suite_table, where
 from zero_ref.lab import plots
-from zero_ref.live.numbers import short, short_count
+from zero_ref.live.numbers import short
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 COMPARING = ("benchmarks", "sharded")
@@ -49,7 +44,6 @@ SAID = {
     "construction": "construction",
 }
 IN_PICTURES = {"sync": "gradients and step", "iteration": "whole iteration"}
-GROWING = {"sync": "new parameters to all", "construct": "construction"}
 TRAINING = ("step", "sync", "iteration")
 
 
@@ -165,6 +159,21 @@ def _costs(result: SuiteResult, name: str) -> tuple[str, str, str]:
     )
 
 
+def added(folder: Path, ranks: str) -> Iterator[str]:
+    """Give a table of what each keyword, hook or wrapper adds: the time without it over the time with it."""
+    of = {(one.suite, one.set): one for one in results() if f"{one.ranks}" == ranks}
+    sets = list(dict.fromkeys(name for _, name in of))
+    rows = []
+    for what, (suite, without, with_it) in ADDED.items():
+        times = []
+        for name in sets:
+            result = of.get((suite, name))
+            known = result is not None and {without, with_it} <= result.taken.keys()
+            times.append(spread_of(result.ratio(without, with_it)) if known else "-")
+        rows.append([what, f"*{without}*", SAID[suite], *times])
+    yield aligned(["added", "to", "what is timed", *sets], rows)
+
+
 def tally(folder: Path) -> Iterator[str]:
     """How many comparisons with peers were won, like with like."""
     training = [row for row in _peers() if row.thing in TRAINING]
@@ -222,74 +231,6 @@ def ratio(text: str) -> str:
             found: Spread = getattr(row, time)
             return short(found.median)
     raise ValueError(f"ratio {text!r}: nothing in the results is called that.")
-
-
-# ------------------------------------------------------------------------------------------------- growth
-
-
-def growth(folder: Path, what: str) -> Iterator[str]:
-    """The picture of how one thing grows: a panel for each axis."""
-    by_axis = {
-        axis: [one for one in report("growth").growth if (one.suite, one.set) == (what, axis)]
-        for axis in AXES
-    }
-    axes = [axis for axis in AXES if by_axis[axis]]
-    if not axes:
-        yield NOT_YET
-        return
-    fig, panels = plots.panels([2.9] + [2.3] * (len(axes) - 1))
-    ends = []
-    for axis, ax in zip(axes, panels, strict=True):
-        curves: dict[str, dict[float, Spread]] = {}
-        for result in by_axis[axis]:
-            for name, taken in result.taken.items():
-                curves.setdefault(name, {})[amount(result)] = spread(growing_ms(result, taken))
-        of_bench.growth(
-            curves,
-            ax,
-            along=axis,
-            work={amount(result): work(result) for result in by_axis[axis]},
-            time=GROWING.get(what, what) + (", CPU time of all ranks," if axis == "ranks" else ""),
-            key=axis == axes[0],
-        )
-        name, curve = next(iter(curves.items()))
-        of_ends = (f"{short(curve[size].median)} ms at {size:,} {axis}" for size in (min(curve), max(curve)))
-        ends.append(f"{name}: {', '.join(of_ends)}.")
-    alt = f"Time of {GROWING.get(what, what)} against {', '.join(axes)}. {' '.join(ends)}"
-    yield from picture(fig, folder / f"growth-{what}.svg", alt)
-
-
-def exponents(folder: Path) -> Iterator[str]:
-    """The exponents of all curves, contenders side by side, and which grows faster than its work."""
-    of: dict[tuple[str, str], list[Growth]] = {}
-    for found in growths(report("growth").growth):
-        if not found.contender.startswith(LIMIT):
-            of.setdefault((found.axis, found.what), []).append(found)
-    names = list(dict.fromkeys(found.contender for together in of.values() for found in together))
-    rows = []
-    for (axis, what), together in of.items():
-        by_name = {found.contender: found for found in together}
-        faster = [f"**{found.contender}**" for found in together if found.faster_than_work]
-        rows.append(
-            [
-                f"{GROWING.get(what, what)}, against {axis}",
-                *(spread_of(by_name[name].exponent) if name in by_name else "-" for name in names),
-                short(together[0].of_work),
-                " and ".join(faster) or "none",
-            ]
-        )
-    yield aligned(["time of", *names, "the work", "grows faster than its work"], rows)
-
-
-def sizes(folder: Path) -> Iterator[str]:
-    """What was varied, and what was held."""
-    for axis in AXES:
-        of_axis = [one for one in report("growth").growth if one.set == axis]
-        held = [name for name in AXES if name != axis]
-        if of_axis:
-            amounts = ", ".join(short_count(size) for size in sorted({*map(amount, of_axis)}))
-            at = " and ".join(f"{short_count(getattr(of_axis[0], name))} {name}" for name in held)
-            yield f"- {axis}: {amounts}, at {at}"
 
 
 # --------------------------------------------------------------------------------------------- optimizers
@@ -359,9 +300,9 @@ def optimizers(folder: Path, package: str) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------------- where, when
 
 
-def machine(folder: Path, what: str) -> Iterator[str]:
-    """Where and when the numbers were taken: of "comparisons", or of "growth"."""
-    for one in [report("growth")] if what == "growth" else reports():
+def machine(folder: Path) -> Iterator[str]:
+    """Give where and when the numbers were taken."""
+    for one in reports():
         yield where(one)
 
 
@@ -400,11 +341,9 @@ VIEWS: dict[str, Callable[..., Iterator[str]]] = {
         against_peers,
         numbers,
         forms,
+        added,
         tally,
         lost,
-        growth,
-        exponents,
-        sizes,
         optimizers_tally,
         optimizers,
         machine,

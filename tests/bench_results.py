@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks import machine, rounds
 from benchmarks.contenders import OURS, TORCH, TORCH_BEST
-from benchmarks.results import Figure, Report, Session, SuiteResult, Taken
+from benchmarks.results import Report, Session, SuiteResult, Taken
 
 ADAMW, EXCHANGE = "limit: fused AdamW of a share", "limit: exchange of shares"
 
@@ -23,7 +23,7 @@ def step_result(**wall_ms: list[float]) -> SuiteResult:
     return SuiteResult("step", "gpt", 2, 3, 100, taken)
 
 
-def report(*results: SuiteResult, figures: tuple[Figure, ...] = ()) -> Report:
+def report(*results: SuiteResult) -> Report:
     session = Session("2026-01-01T00:00:00+00:00", 3, False, rounds.CONNECTIONS, (0.5, None))
     return Report(
         machine.Machine("a processor", 2, 8 * 10**9, "Linux 6", None),
@@ -31,5 +31,4 @@ def report(*results: SuiteResult, figures: tuple[Figure, ...] = ()) -> Report:
         machine.Commit("c" * 40, changed=True),
         [session],
         list(results),
-        list(figures),
     )

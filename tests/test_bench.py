@@ -12,7 +12,7 @@ from hypothesis.strategies import integers, lists
 
 from benchmarks import machine, tables
 from benchmarks.contenders import OURS, TORCH
-from benchmarks.results import Figure, Report, SuiteResult, Taken, merge, spread
+from benchmarks.results import Report, SuiteResult, Taken, merge, spread
 
 # ------------------------------------------------------------------------------------------- what is kept
 
@@ -42,8 +42,7 @@ def test_the_median_lies_between_the_quartiles(values: list[int]) -> None:
 
 
 def test_a_report_comes_back_from_json_as_it_was() -> None:
-    figures = (Figure("plan", "partition", "even", 4096, 9.5, "ms"),)
-    before = report(step_result(), figures=figures)
+    before = report(step_result())
     before.results[0].taken[OURS].figures["state_bytes"] = 5.0
     after = Report.from_json(json.loads(json.dumps(before.as_json())))
     assert after == before
@@ -89,16 +88,3 @@ def test_a_suite_without_times_has_a_table() -> None:
     result = SuiteResult("memory", "tiny", 2, 3, 100, {OURS: Taken(figures={"state_share": 1.0})})
     cells = [cell.strip() for cell in tables.suite_table(result).splitlines()[-1].split("|")]
     assert cells == ["", OURS, "state share 1", ""]  # no empty columns
-
-
-def test_a_table_of_figures_has_a_column_for_each_name() -> None:
-    figures = [
-        Figure("plan", "partition", "even", 4096, 9.5, "ms"),
-        Figure("plan", "cuts", "greedy", 8, 3, ""),
-    ]
-    assert tables.figures_table(figures).splitlines() == [
-        "| plan   | ranks | partition, ms | cuts |",
-        "|--------|------:|--------------:|-----:|",
-        "| even   | 4,096 |         9.500 |    - |",
-        "| greedy |     8 |             - |    3 |",
-    ]

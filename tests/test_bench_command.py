@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 from bench_results import report, step_result
 
-from benchmarks import machine, paper
+from benchmarks import machine
 from benchmarks.__main__ import main
-from benchmarks.results import Figure
 from zero_ref import cli
-from zero_ref.plan.choice import RULES
 
 # ------------------------------------------------------------------------------------------- where and when
 
@@ -34,21 +32,6 @@ def test_the_machine_is_described_without_being_named() -> None:
 
 def test_outside_a_checkout_there_is_no_commit(tmp_path: Path) -> None:
     assert machine.read_commit(tmp_path) is None
-
-
-def test_a_plan_is_timed_for_each_rule() -> None:
-    figures = list(paper.plan(rounds=1))
-    assert {figure.case for figure in figures} == {rule.replace("_", "-") for rule in RULES}
-    assert len(paper.PLANNED) == 2000
-    assert all(figure.ranks == 4096 and figure.value > 0 for figure in figures)
-
-
-def test_a_simulation_is_of_a_trillion_parameters() -> None:
-    found = paper.cost("zero-3", 1024, rounds=1)
-    assert found["operations"][0] > 0
-    assert found["simulated iteration"][0] > 0
-    numel = sum(param.numel for param in paper.shapes(paper.MODEL))
-    assert numel == pytest.approx(1e12, rel=0.01)
 
 
 # ----------------------------------------------------------------------------------------------- the command
@@ -103,12 +86,11 @@ def test_reports_are_printed_and_merged_without_running_anything(
 ) -> None:
     one, other, both = (tmp_path / name for name in ("one.json", "other.json", "both.json"))
     one.write_text(json.dumps(report(step_result()).as_json()))
-    figures = (Figure("plan", "partition", "even", 4096, 90.0, "ms"),)
-    other.write_text(json.dumps(report(figures=figures).as_json()))
+    other.write_text(json.dumps(report(replace(step_result(), suite="sync")).as_json()))
     assert main(["--from", str(one), "--from", str(other), "--json", str(both)]) == 0
     printed = capsys.readouterr().out
     assert "step, gpt: 2 ranks" in printed
-    assert "| plan | ranks | partition, ms |" in printed
+    assert "sync, gpt: 2 ranks" in printed
     merged: dict[str, Any] = json.loads(both.read_text())
     assert len(merged["sessions"]) == 2
 
@@ -121,7 +103,6 @@ def test_reports_are_printed_and_merged_without_running_anything(
         (("results", 0, "taken", "torch", "wall_ms", 0), "9", r'wall_ms\[0\] must be a number, not "9"'),
         (("results", 0, "suite"), None, r"results\[0\].suite must be text, not null"),
         (("results", 0, "taken"), [], r"results\[0\].taken must be an object, not a list of 0"),
-        (("growth", 0, "taken", "torch", "cpu_ms"), [1.0], "step, ranks: .* some have more rounds"),
         (("sessions", 0, "load_average"), [1, 2, 3], "load_average must have 2 items, not 3"),
         (("machine", "extra"), 1, r'report.machine has no "extra"; it has processor, cores'),
         (("sessions",), "left out", "report has no sessions"),
@@ -130,9 +111,7 @@ def test_reports_are_printed_and_merged_without_running_anything(
 def test_an_altered_report_hears_what_is_wrong_in_it(
     where: tuple[Any, ...], value: Any, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = report(step_result(), figures=(Figure("plan", "partition", "even", 4096, 90.0, "ms"),))
-    made.growth = [replace(step_result(), set="ranks", ranks=ranks) for ranks in (1, 2, 3, 4)]
-    altered: Any = json.loads(json.dumps(made.as_json()))
+    altered: Any = json.loads(json.dumps(report(step_result()).as_json()))
     place = altered
     for key in where[:-1]:
         place = place[key]

@@ -13,10 +13,10 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.contenders import FORMS
+from benchmarks.contenders import ADDED, FORMS
 from benchmarks.gpu.report import Accelerator, GpuReport, SectionResult
 from benchmarks.machine import Commit, Machine
-from benchmarks.results import GROWING, Report, Session, SuiteResult, Taken
+from benchmarks.results import Report, Session, SuiteResult, Taken
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,6 +42,7 @@ def taken(*wall_ms: float, cpu: float = 1.0) -> Taken:
 
 
 STEP = {
+    "zero_ref, fused": taken(30.0, 30.0, 35.0),
     "zero_ref, best": taken(10.0, 10.0, 10.0),
     "torch": taken(40.0, 42.0, 44.0),
     "torch, best": taken(8.0, 9.0, 9.0),
@@ -54,19 +55,6 @@ REPORT = Report(
     Commit("0123456789abcdef" * 2, True),
     [Session("2026-01-02T03:04:05+00:00", 3, False, "nowhere", (0.25, None))],
     [SuiteResult("step", "gpt", ranks, 148, 31, STEP) for ranks in (2, 4)],
-    growth=[
-        SuiteResult(
-            what,
-            "tensors",
-            *(2, n, 10**6),
-            {
-                name: Taken([n * slope] * 2, [1.0, 1.0])
-                for name, slope in (("zero_ref, best", 2.0), ("torch, best", 1.0), ("limit: copy", 0.5))
-            },
-        )
-        for what in GROWING
-        for n in (10, 100, 1000)
-    ],
 )
 
 
@@ -141,6 +129,18 @@ def test_forms_have_their_rule_and_what_they_cost(build: Build, monkeypatch: pyt
     assert build("forms", "4") == findings.NOT_YET
 
 
+def test_what_a_keyword_adds_is_the_time_without_it_over_the_time_with_it(build: Build) -> None:
+    rows = {
+        cells[1].strip(): cells[2:-1]
+        for cells in (row.split("|") for row in build("added", "4").splitlines())
+    }
+    assert list(rows)[2:] == list(ADDED)
+    assert [cell.strip() for cell in rows["`parameters_as_bucket_view=True`"]] == [
+        "*zero_ref, fused*", "the step", "3 (3 to 3.5)",
+    ]  # fmt: skip
+    assert rows["`fused=True`"][-1].strip() == "-"
+
+
 def test_what_was_measured_again_counts_as_it_was_measured_last(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = (
         replace(
@@ -162,26 +162,8 @@ def test_a_single_number_in_a_sentence(build: Build) -> None:
         findings.ratio("step gpt 8 torch")
 
 
-def test_growth_has_a_picture_and_its_exponents(build: Build) -> None:
-    text = build("growth", "construct")
-    assert "zero_ref, best: 20 ms at 10 tensors, 2,000 ms at 1,000 tensors." in text
-    (row,) = [line for line in build("exponents").splitlines() if line.startswith("| step")]
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells == ["step, against tensors", "1", "1", "1", "none"]
-    assert build("sizes") == "- tensors: 10, 100, 1k, at 1M parameters and 2 ranks"
-
-
-def test_what_grows_faster_than_its_work_is_named(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    squares = [
-        SuiteResult("step", "tensors", 2, n, 10**6, {"zero_ref, best": Taken([n * n, n * n], [1, 1])})
-        for n in (10, 100, 1000)
-    ]
-    monkeypatch.setattr(REPORT, "growth", squares)
-    assert "**zero_ref, best**" in build("exponents")
-
-
 def test_where_and_when_is_printed(build: Build) -> None:
-    text = build("machine", "growth")
+    text = build("machine")
     commit = "`0123456789ab`, with changes"
     for said in ("a processor, 2 cores, 16 GB", "virtual", commit, "python 3.11", "2026-01-02"):
         assert said in text
@@ -208,19 +190,22 @@ def test_the_page_says_what_each_contender_is() -> None:
     assert named <= said
 
 
-def test_the_page_shows_everything_that_grows_and_that_is_timed() -> None:
-    assert re.findall(r"\{measured\} growth (\w+)", PAGE) == list(GROWING)
+def test_tiny_has_as_many_tensors_as_the_page_says() -> None:
+    assert {one.tensors for one in findings.results() if one.set == "tiny"} == {2000}
+
+
+def test_the_page_shows_everything_that_is_timed() -> None:
     assert re.findall(r"\{measured\} against_peers (\w+)", PAGE) == list(findings.SAID)
 
 
-@pytest.mark.parametrize("name", ["benchmarks", "sharded", "growth"])
+@pytest.mark.parametrize("name", ["benchmarks", "sharded"])
 def test_the_files_are_reports_and_the_page_says_how_they_are_made(name: str) -> None:
     file = findings.RESULTS / f"{name}.json"
     (recipe,) = re.findall(r"^bench:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
     assert f"{file.relative_to(ROOT)}" in recipe
     assert "make bench" in PAGE
     found = Report.from_json(json.loads(file.read_text(encoding="utf-8")))
-    assert found.growth if name == "growth" else found.results
+    assert found.results
 
 
 def test_a_gpu_that_nobody_measured_is_said_to_be_missing(
