@@ -334,19 +334,6 @@ def test_it_says_which_peak_it_counts_with(
     assert says not in " ".join(capsys.readouterr().out.split())
 
 
-def test_asked_why_it_names_what_adds_up_to_the_fullest_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("rich")
-    words = ["simulate", "--model", "llama3-8b", "--ranks", "64", "--strategy", "zero", "--compare", "zero-3"]
-    of_zero = as_json(capsys, *words)["strategies"]["zero"]
-    why = of_zero["why_not_smaller"]
-    assert why["ideal_bytes"] + sum(why["reasons_bytes"].values()) == of_zero["memory_peak_bytes"]
-    assert as_json(capsys, *words)["strategies"]["zero-3"]["why_not_smaller"] is None
-    assert cli.main([*words, "--why"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "1/N of it all would be 2.01 GB" in printed
-    assert "largest tensor: model.embed_tokens.weight is not cut" in printed
-
-
 # ---------------------------------------------------------------------------------------------- mistakes
 
 

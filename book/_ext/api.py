@@ -118,7 +118,6 @@ CHAPTER_OF = {
     "zero_ref.simulator.memory": 8,
     "zero_ref.simulator.peak": 8,
     "zero_ref.simulator.norms": 16,
-    "zero_ref.simulator.shortfall": 1,
     "zero_ref.simulator.operations": 8,
     "zero_ref.simulator.operations.order": 6,
     "zero_ref.simulator.data_parallel": 8,

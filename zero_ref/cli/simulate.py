@@ -48,9 +48,6 @@ def register_simulate(subparsers: Subparsers) -> None:
     parser.set_defaults(**dict.fromkeys(one.word for one in for_some))
     _add_paces(parser)
     parser.add_argument(
-        "--why", action="store_true", help="say why the fullest rank holds more than 1/N, item by item"
-    )
-    parser.add_argument(
         "--checkpoint", action="store_true", help="say what saving and loading a checkpoint take, in each way"
     )
     parser.add_argument(
@@ -132,7 +129,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
                 printed["checkpoints"] = checkpoints_as_json(scenario, strategies)
             print(json.dumps(printed, indent=2, allow_nan=False))
         else:
-            print_runs(named, scenario, runs, why=arguments.why)
+            print_runs(named, scenario, runs)
             if arguments.checkpoint:
                 print_checkpoints(scenario, strategies)
             if arguments.trace:

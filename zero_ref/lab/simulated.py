@@ -41,14 +41,6 @@ BETTER = {
     "even pace": "no rank slower than the others",
 }
 
-WHAT_COMPUTES = {
-    "matrix products": "matrix products",
-    "attention": "attention",
-    "memory": "norms, activations, loss and other kernels that memory limits",
-    "moved": "copies for the network",
-}
-"""The parts of `SimulatedRun.computing_ms`, as they are printed."""
-
 NOT_MODELLED = ("tensor", "pipeline", "context")
 """The kinds of parallelism that could make a model fit, and of which nothing is known here."""
 
@@ -141,10 +133,6 @@ def parts_of(architecture: Architecture) -> dict[str, int | None]:
 
 
 def _run_as_json(run: SimulatedRun) -> dict[str, Any]:
-    why = None
-    if (shortfall := run.shortfall) is not None:
-        reasons = {reason.name: reason.nbytes for reason in shortfall.reasons}
-        why = {"ideal_bytes": shortfall.ideal_bytes, "reasons_bytes": reasons}
     return {
         "fullest_rank": run.fullest,
         "memory_bytes": run.memory.items,
@@ -159,7 +147,6 @@ def _run_as_json(run: SimulatedRun) -> dict[str, Any]:
         "memory_peak_bytes_of_rank": [memory.peak_bytes for memory in run.memories],
         "memory_host_bytes": run.memory.host_bytes,
         "fits": run.fits,
-        "why_not_smaller": why,
         "sent_bytes_per_rank": run.sent_bytes,
         "calls": run.calls,
         "iteration_ms": run.iteration_ms,
@@ -179,14 +166,11 @@ def print_runs(
     scenario: Scenario,
     runs: Sequence[SimulatedRun],
     width: int | None = None,
-    *,
-    why: bool = False,
 ) -> None:
     """Print a table and notes.
 
     Args:
         width: columns; None for those of the terminal.
-        why: also print why the fullest rank holds more than 1/N.
     """
     from rich.console import Console
     from rich.table import Table
@@ -208,7 +192,7 @@ def print_runs(
         table.add_row(label, *values, style=style)
     console.print(table)
     console.print()
-    for line in (*(_reasons(runs) if why else ()), *_notes(scenario, runs)):
+    for line in _notes(scenario, runs):
         console.print(line, markup=False)
 
 
@@ -241,22 +225,6 @@ def print_heading(console: Any, named: str, scenario: Scenario) -> None:
 def in_words(names: Sequence[str]) -> str:
     """Kinds of parallelism."""
     return f"{', '.join(names[:-1])} and {names[-1]} parallelism"
-
-
-def _reasons(runs: Sequence[SimulatedRun]) -> Iterator[str]:
-    """Why the fullest rank of each strategy with owners holds more than 1/N."""
-    for run in runs:
-        if (shortfall := run.shortfall) is not None:
-            ideal = format_bytes(shortfall.ideal_bytes)
-            yield f"{run.strategy}, rank {shortfall.rank}: 1/N of it all would be {ideal}; besides"
-            for reason in shortfall.reasons:
-                yield f"  {format_bytes(reason.nbytes)} {reason.name}: {reason.sentence}"
-            yield ""
-    if runs and (parts := runs[0].computing_ms):
-        whole = sum(parts.values())
-        shares = (f"{WHAT_COMPUTES[name]} {ms / whole:.0%}" for name, ms in parts.items() if ms)
-        yield f"forward and backward: {', '.join(shares)}"
-        yield ""
 
 
 def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:

@@ -17,7 +17,6 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `norms`: what norms that are computed by separate operations keep in addition;
 - `peak`: the moments of an iteration at which most may be held;
 - `memory`: everything that a rank holds, item by item, on average and exactly for a partition;
-- `shortfall`: why that is more than 1/N of what one rank alone would hold;
 - `operations`: what is computed, what is sent, and what waits for what;
 - `data_parallel`, `sharded`, `stage_3`, `local_sgd`: the operations of an iteration, in order;
 - `groups`: groups of ranks, and owners where fewer ranks share some parameters than others; `cuts` has what

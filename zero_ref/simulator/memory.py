@@ -1,7 +1,6 @@
 """Everything that a rank holds, item by item: on average by the formula, and exactly for a partition.
 
-`ledger` counts what a stage divides. This module adds buffers, activations, scalars and padding. `shortfall`
-explains a rank's total.
+`ledger` counts what a stage divides. This module adds buffers, activations, scalars and padding.
 """
 
 from __future__ import annotations

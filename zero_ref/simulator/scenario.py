@@ -27,7 +27,6 @@ from zero_ref.simulator.rank_work import RankWork
 from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
 from zero_ref.simulator.schedule import Schedule, ddp_buckets_of_parts, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
-from zero_ref.simulator.shortfall import Shortfall, why_not_smaller
 from zero_ref.simulator.spread import fits
 from zero_ref.simulator.timeline import Timeline
 from zero_ref.simulator.training import DTYPES
@@ -383,21 +382,6 @@ class SimulatedRun:
         """
         device = self.scenario.cluster.device
         return None if device.memory_gb is None else fits(self.peak_bytes, device.memory_gb * 1e9)
-
-    @property
-    def shortfall(self) -> Shortfall | None:
-        """Why the fullest rank holds more than 1/N of everything; None for a strategy without owners."""
-        owned = self.scenario.partition(self.strategy)
-        if owned is None:
-            return None
-        settings = self.scenario.settings(self.strategy)
-        return why_not_smaller(
-            owned,
-            self.scenario.params,
-            settings,
-            rank=self.fullest % owned.world_size,
-            memories=self.memories,
-        )
 
     @property
     def sent_bytes(self) -> float:
