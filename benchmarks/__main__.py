@@ -23,7 +23,7 @@ from benchmarks.contenders import SETS
 from benchmarks.gpu import report as of_gpu
 from benchmarks.results import Report
 from zero_ref.comm import devices
-from zero_ref.lab import meter, pieces, ranks
+from zero_ref.lab import meter, ranks
 from zero_ref.lab._arguments import OutputFile, Parser, json_text, rank_processes, unwritable, whole
 from zero_ref.simulator._records import read_json
 
@@ -114,7 +114,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         rounds=arguments.rounds or (3 if arguments.quick else 15),
         quick=arguments.quick,
         wire_counter=rounds.wire_counter(),
-        load_average=(pieces.load_average(), None),
+        load_average=(machine.load_average(), None),
     )
     report = Report(machine.read_machine(), machine.read_versions(), machine.read_commit(), [session])
     print(tables.where(report))
@@ -129,7 +129,7 @@ def _measure(arguments: argparse.Namespace) -> int:
             print(f"{what}: {error}", file=sys.stderr)
         finally:
             ranks.shutdown()  # all memory goes back before the next
-        session.load_average = (session.load_average[0], pieces.load_average())
+        session.load_average = (session.load_average[0], machine.load_average())
         _write(report, arguments.json)
     if arguments.quick:
         print("\n--quick: so few rounds say that it runs, not what is faster")

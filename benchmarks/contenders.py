@@ -17,10 +17,12 @@ from torch.optim import AdamW, Optimizer
 from benchmarks.results import SuiteResult, Taken
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
-from zero_ref.lab.model import GPT
-from zero_ref.lab.pieces import passages
+from zero_ref.lab.model import GPT, passages
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.rules import equal_shares
+
+ADAMW_BYTES = 28
+"""For each fp32 element, AdamW reads gradient, parameter and two moments, and writes all but the gradient."""
 
 Make = Callable[[Sequence[torch.Tensor]], Optimizer]
 

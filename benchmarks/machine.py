@@ -49,6 +49,11 @@ def read_machine() -> Machine:
     )
 
 
+def load_average() -> float | None:
+    """The processes that wanted a core in the last minute; None where the system does not say (Windows)."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
 def _lines_of(path: str) -> dict[str, str]:
     """The `name: value` lines of a file in /proc, the first of each name; empty on other systems."""
     try:

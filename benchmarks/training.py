@@ -22,6 +22,7 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks import contenders
 from benchmarks.contenders import (
+    ADAMW_BYTES,
     OURS,
     OWN_HOOKS,
     OWN_HOOKS_BEST,
@@ -41,7 +42,6 @@ from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.lab import meter, stage_3
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.simulator.calibrate import ADAMW_BYTES
 
 FSDP_LAYERS = 100
 """Of a chain of layers so many are gathered and reduced together: the tensors of a block of `gpt` are 12."""

@@ -67,12 +67,8 @@ NOT_FOR_READERS = {
     "zero_ref.simulator.layers": {"Sharing", "Weights", "alike", "is_of_experts", "weights_of"},
     "zero_ref.simulator.rules": {"Config", "windows_of"},
     "zero_ref.simulator.timeline": {"covered_ms"},
-    "zero_ref.lab.pieces": {
-        *("flops_of", "load_average", "now", "passages", "send_nothing", "together_ms", "workload_of"),
-    },
     "zero_ref.lab.compare": {"ProgressFile"},
     "zero_ref.lab.outcome": {"as_json", "environment"},
-    "zero_ref.lab.step_times": {"Loop"},
     "zero_ref.lab.dry_run": {"GPTWithExperts", "TrainScenario", "architecture_of", "print_prediction"},
     "zero_ref.lab.logs": {"JsonLines", "Log", "Plain", "RunLog", "TensorBoard"},
     "zero_ref.lab.settings": {"as_toml", "read_settings", "settings_of"},

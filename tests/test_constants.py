@@ -13,11 +13,11 @@ from statistics import median
 
 import pytest
 
+from benchmarks.published import Run, published
 from zero_ref.simulator.cluster import NCCL_CALL_US, cluster
 from zero_ref.simulator.device import Device
 from zero_ref.simulator.devices import DEVICES
 from zero_ref.simulator.kernels import Kernels, kernels
-from zero_ref.simulator.published import Run, published
 
 PASSES = 2.75
 """`product_passes` of every GPU."""

@@ -11,7 +11,7 @@ from zero_ref.simulator.devices import DEVICES, FIGURES, SOURCES
 
 GPUS = [name for name, fields in DEVICES.items() if "peaks" in fields]
 
-ADDRESS = ("https://", "whitepaper", "published_runs")
+ADDRESS = ("https://", "whitepaper", "benchmarks/published_runs")
 
 
 @pytest.mark.parametrize("name", DEVICES)

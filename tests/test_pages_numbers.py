@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from benchmarks.gpu.step import BYTES_OF_STEP
+from benchmarks.published import published
 from zero_ref import cli
 from zero_ref.cli.simulate import scenario_of
 from zero_ref.lab import elastic
@@ -36,7 +37,6 @@ from zero_ref.plan.rules import equal_shares, even
 from zero_ref.simulator.cluster import CLUSTERS, cluster
 from zero_ref.simulator.ledger import Convention, ledger
 from zero_ref.simulator.models import MODELS
-from zero_ref.simulator.published import published
 from zero_ref.simulator.recipe import RECIPES, recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import Schedule, schedule

@@ -584,7 +584,7 @@ def test_mistakes_are_named(mistake: str) -> None:
 ALONE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from zero_ref.simulator import activations, calibrate, cluster, ledger, memory, models, schedule
+from zero_ref.simulator import activations, cluster, ledger, memory, models, schedule
 from zero_ref.simulator.play import play
 from zero_ref.simulator.price import Workload
 plan = schedule.schedule("zero-even", models.specs(models.shapes("gpt2"), "bfloat16"), world_size=16)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from hashlib import sha256
 
 import pytest
 
+from benchmarks.published import PLACE, SHARED, operations_of_token, published
 from zero_ref.simulator.cluster import CLUSTERS
-from zero_ref.simulator.models import MODELS
-from zero_ref.simulator.published import PLACE, SHARED, Run, operations_of_token, published, with_source
 from zero_ref.simulator.recipe import RECIPES
+from zero_ref_course import scale
 
 RUNS = published().runs
 
@@ -39,20 +40,26 @@ def test_every_run_names_what_is_there_and_nothing_is_there_for_no_run() -> None
     assert {machines.preset for machines in data.clusters.values()} <= set(CLUSTERS)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.id)
-def test_a_run_has_a_figure_or_did_not_run(run: Run) -> None:
-    assert (run.time is not None or run.memory_gib is not None) == run.ran
-    assert run.ranks % run.options.get("shard_group", 1) == 0
+def test_each_run_has_figures_or_did_not_run_and_makes_a_scenario() -> None:
+    data = published()
+    for run in RUNS:
+        assert (run.time is not None or run.memory_gib is not None) == run.ran, run.id
+        assert all(number > 0 for number in [*(run.time or {"ms": 1}).values(), run.memory_gib or 1]), run.id
+        scenario = data.scenario(run)
+        assert (scenario.world_size, scenario.batch, scenario.tokens_of_sequence, scenario.checkpointing) == (
+            run.ranks,
+            run.batch,
+            run.sequence,
+            run.checkpointing,
+        ), run.id
+        assert {name: getattr(scenario, name) for name in run.options} == run.options, run.id
 
 
-@pytest.mark.parametrize("name", published().params)
-def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
-    numel = sum(shape.numel for shape in published().models[name].shapes())
-    stated = published().params[name]
-    if stated % 10_000_000:
-        assert numel == stated
-    else:  # in billions, with one or two decimals
-        assert numel == pytest.approx(stated, rel=5e-4)
+def test_models_have_the_published_numbers_of_parameters() -> None:
+    for name, stated in published().params.items():
+        numel = sum(shape.numel for shape in published().models[name].shapes())
+        # Some are stated in billions, with one or two decimals.
+        assert numel == (stated if stated % 10_000_000 else pytest.approx(stated, rel=5e-4)), name
 
 
 def test_every_source_can_be_found_again() -> None:
@@ -121,89 +128,13 @@ def test_machines_differ_from_the_preset_only_where_they_say_so() -> None:
     assert published().supposed(published().run("nanogpt-8")) == ("between", "memory of the GPU")
 
 
-KEMPNER = json.loads((PLACE / "kempner.json").read_text(encoding="utf-8"))
-RUN = {
-    "id": "mine",
-    "model": "llama3-8b",
-    "cluster": "h100-ib",
-    "ranks": 8,
-    "sequence": 4096,
-    "checkpointing": "none",
-}
-RUN |= {"masters": False, "compiled": True, "time": {"ms": 900}, "memory_gib": 60}
-SIZES = {"width": 8, "depth": 1, "heads": 1, "vocabulary": 9, "positions": 8}
-
-
-@pytest.mark.parametrize(
-    ("changed", "error"),
-    [
-        (
-            {"use": "fit it"},
-            "unknown use of run mine: 'fit it'; choose one of fit time, fit mem",
-        ),
-        (
-            {"time": {"s": 1}},
-            "unknown unit of time of run mine: 's'; choose one of tokens",
-        ),
-        ({"time": {"ms": 1, "tflops": 1}}, "run mine: a time has one of tokens_per_s_gpu, ms, tflops, got 2"),
-        ({"memory_gib": -1}, "run mine: a time and a memory are above 0, got -1"),
-        ({"ran": False}, "run mine did not run, so it has no time and no memory_gib"),
-        ({"time": None, "memory_gib": None}, "run mine must have a time, or memory_gib, or both"),
-        (
-            {"memory_of": "used"},
-            "unknown memory_of of run mine: 'used'; choose one of allocated",
-        ),
-        ({"id": "kempner-8b-1"}, "mine: there is a run 'kempner-8b-1' already"),
-        ({"bacth": 3}, r"mine.runs\[0\] has no 'bacth' \(did you mean 'batch'\?\)"),
-        ({"compiled": 3}, r"mine.runs\[0\].compiled must be true or false, not 3"),
-        ({"model": "llama9"}, "unknown model of run mine: 'llama9'; choose one of llama3-8b"),
-        ({"cluster": "h100"}, "unknown cluster of run mine: 'h100'; choose one of a100-80"),
-    ],
-)
-def test_a_mistake_in_a_run_is_named(changed: dict[str, object], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        with_source(published(), "mine", {"source": KEMPNER["source"], "runs": [{**RUN, **changed}]})
-
-
-@pytest.mark.parametrize(
-    ("changed", "error"),
-    [
-        ({"source": {"title": "a"}}, "mine.source has no url, read"),
-        ({"runs": {}}, "mine.runs must be a list, not an object of 0"),
-        ({"run": []}, 'mine has no "run" \\(did you mean "runs"\\?\\)'),
-        (
-            {"models": {"m": SIZES}},
-            "mine.models.m must have a config, or a family that is one of GPT2, Llama",
-        ),
-        ({"models": {"m": {"family": "GPT2", **SIZES, "width": "8"}}}, "mine.models.m.width must be a whole"),
-        ({"models": {"m": {"config": {"model_type": "x"}}}}, "mine.models.m: model_type 'x' is not known"),
-        ({"models": {"gpt2": {"family": "GPT2", **SIZES}}}, "mine: there is a model 'gpt2' already"),
-        (
-            {"clusters": {"a100-80": {"preset": "a100-ib", "source": ""}}},
-            "there is a cluster 'a100-80' already",
-        ),
-    ],
-)
-def test_a_mistake_in_the_file_of_a_source_is_named(changed: dict[str, object], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        with_source(published(), "mine", {"source": KEMPNER["source"], "runs": [RUN], **changed})
-    with pytest.raises(ValueError, match="there is a source 'kempner' already"):
-        with_source(published(), "kempner", KEMPNER)
-    with pytest.raises(ValueError, match="unknown run 'x'"):
-        published().run("x")
-
-
-def test_a_run_may_name_presets_a_configuration_and_any_option_of_a_scenario() -> None:
-    config = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "head_dim": 16}
-    file = {
-        "source": KEMPNER["source"],
-        "models": {"small": {"config": {**config, "max_position_embeddings": 64}}},
-        "runs": [{**RUN, "model": "small", "prefetch": 2}, {**RUN, "id": "other", "model": "gpt2-xl"}],
-    }
-    data = with_source(published(), "mine", file)
-    assert data.models["small"].depth == 2
-    assert data.models["gpt2-xl"] == MODELS["gpt2-xl"]
-    assert data.clusters["h100-ib"].cluster("h100-ib").device == CLUSTERS["h100-ib"].device
-    assert data.run("mine").options == {"masters": False, "compiled": True, "prefetch": 2}
-    assert data.run("mine").source == "mine"
+def test_the_runs_of_chapter_16_are_those_of_the_files() -> None:
+    data = published()
+    for name, known in scale.RUNS.items():
+        run = data.run(name)
+        scenario = data.scenario(run)
+        machines = replace(scenario.cluster, name=known.scenario.cluster.name, source="")
+        assert replace(known.scenario.cluster, source="") == machines, name
+        assert replace(known.scenario, cluster=scenario.cluster) == scenario, name
+        assert known.tokens_per_s_gpu == run.tokens_per_s_gpu(data.models[run.model]), name
+        assert (known.memory_gib, "zero-3") == (run.memory_gib, run.strategy), name

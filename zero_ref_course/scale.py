@@ -11,20 +11,18 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 from zero_ref.lab import ranks
-from zero_ref.lab.pieces import time_collectives
 from zero_ref.simulator import spread
 from zero_ref.simulator.activations import CHECKPOINTING
-from zero_ref.simulator.calibrate import NoRateError, Sample, fit
 from zero_ref.simulator.cluster import Cluster, Link, cluster
-from zero_ref.simulator.models import MODELS
+from zero_ref.simulator.models import GPT2, MODELS, Architecture
 from zero_ref.simulator.play import play
-from zero_ref.simulator.published import Run, published
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
-from zero_ref.simulator.validation import compare, scenario_of
 from zero_ref_course import Answer, exercise, shown
+from zero_ref_course.calibration import NoRateError, fit, time_collectives
 from zero_ref_course.predictions import prediction
 
 Point = tuple[float, float]
@@ -42,6 +40,30 @@ FIRST_GB = {"titan-8b-8": 95.8, "titan-8b-8-32k": 48.0}
 another formula, which is gone."""
 
 
+@dataclass(frozen=True)
+class KnownRun:
+    """A run that somebody published, under stage 3, beside what was published of it.
+
+    Args:
+        tokens_per_s_gpu: None where no time was published.
+        memory_gib: what the allocator of the fullest GPU had reserved; None where it was not published.
+    """
+
+    scenario: Scenario
+    tokens_per_s_gpu: float | None = None
+    memory_gib: float | None = None
+
+    @property
+    def ranks(self) -> int:
+        """How many GPUs trained together."""
+        return self.scenario.world_size
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a rank in one iteration."""
+        return self.scenario.batch * self.scenario.tokens_of_sequence
+
+
 def with_one_share(machines: Cluster, reached: float) -> Cluster:
     """All that is computed at one share of the peak, and links at the rate of the data sheet.
 
@@ -56,29 +78,100 @@ def with_one_share(machines: Cluster, reached: float) -> Cluster:
     return replace(machines, device=device, within=within, between=between)
 
 
-def as_first_priced(run: Run) -> SimulatedRun:
-    """A published run as the first version of this simulator priced it.
+def as_first_priced(run: KnownRun) -> SimulatedRun:
+    """Price a published run as the first version of this simulator did.
 
-    >>> from zero_ref.simulator.published import published
-    >>> round(as_first_priced(published().run("titan-8b-8")).tokens_per_second / 8)
+    >>> round(as_first_priced(RUNS["titan-8b-8"]).tokens_per_second / 8)
     6425
 
     Raises:
         ValueError: its GPU is not in SHARES.
     """
-    usual = scenario_of(run)
+    usual = run.scenario
     name = usual.cluster.device.name
     share = next((share for known, share in SHARES.items() if known in name), None)
     if share is None:
-        raise ValueError(f"{run.id} ran on {name}; the first version is known for {', '.join(SHARES)}.")
+        raise ValueError(f"it ran on {name}; the first version is known for {', '.join(SHARES)}.")
     return Scenario(
         usual.architecture,
         with_one_share(usual.cluster, share),
         run.ranks,
-        batch=run.batch,
-        sequence=run.sequence,
-        checkpointing="full" if run.checkpointing == "full" else "none",  # it knew no other way
-    ).run(run.strategy)
+        batch=usual.batch,
+        sequence=usual.tokens_of_sequence,
+        checkpointing="full" if usual.checkpointing == "full" else "none",  # it knew no other way
+    ).run("zero-3")
+
+
+# ------------------------------------------------------------------------------------------ published runs
+
+_H100 = cluster("h100-ib")
+H100_96 = replace(
+    _H100, device=replace(_H100.device, name="H100 96 GB", memory_gb=102.0, memory_gb_per_s=2400)
+)
+"""The machines of torchtitan's runs on H100: 96 GB of HBM2e at 2.4 TB/s."""
+
+GPT_175B = GPT2(width=12288, depth=96, heads=96, vocabulary=51200, positions=2048)
+
+OPERATIONS_OF_TOKEN = 96 * 96 * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (16 * 96 * 12288))
+"""Operations for a token of GPT_175B where every block is computed twice: equation 3 of arXiv:2104.04473."""
+
+
+def _titan(
+    model: Architecture,
+    ranks: int,
+    machines: Cluster,
+    *,
+    batch: int = 1,
+    length: int = 8192,
+    checkpointing: str = "by-operation",
+    **options: Any,
+) -> Scenario:
+    """A run of torchtitan: gradients are reduced in 32 bits, and keys and values copied for every head."""
+    return Scenario(
+        model,
+        machines,
+        ranks,
+        batch=batch,
+        sequence=length,
+        checkpointing=checkpointing,
+        reduce_dtype="float32",
+        update="foreach",
+        repeated_kv=True,
+        **options,
+    )
+
+
+def _narayanan(ranks: int, batch: int, tflops: float) -> KnownRun:
+    run = Scenario(
+        GPT_175B,
+        cluster("a100-ib"),
+        ranks,
+        batch=batch,
+        sequence=2048,
+        dtype="float16",
+        checkpointing="full",
+    )
+    return KnownRun(run, tflops * 1e12 / OPERATIONS_OF_TOKEN)
+
+
+_A100, _8B = cluster("a100-ib"), MODELS["llama3-8b"]
+
+RUNS = {
+    "titan-8b-8": KnownRun(_titan(_8B, 8, H100_96, batch=2, norms="by-hand"), 5762, 82.4),
+    "titan-a100-8b-op": KnownRun(_titan(_8B, 64, _A100), 2973),
+    "titan-a100-70b-full": KnownRun(_titan(MODELS["llama3-70b"], 64, _A100, checkpointing="full"), 331),
+    "gpt-175b-384": _narayanan(384, 4, 144),
+    "gpt-175b-768": _narayanan(768, 2, 88),
+    "gpt-175b-1536": _narayanan(1536, 1, 44),
+    "titan-8b-8-32k": KnownRun(
+        _titan(_8B, 8, H100_96, length=32_768, checkpointing="full", compiled=True, norms="by-hand"),
+        memory_gib=83.9,
+    ),
+}
+"""Seven of the runs in `benchmarks/published_runs`, which says where each was published."""
+
+SIX = tuple(name for name, run in RUNS.items() if run.tokens_per_s_gpu is not None)
+"""Published runs that the first version priced."""
 
 
 # --------------------------------------------------------------------------------------------- the link
@@ -139,9 +232,9 @@ def _messages_and_link(rounds: int = 5, attempts: int = 3) -> tuple[list[Point],
     On a busy machine large ones may take no longer than small ones: then more are sent.
     """
     timed = ranks.run(time_collectives, 2, SIZES[:6], rounds, ("broadcast",))[0]
-    real = [(float(one.nbytes), one.ms) for one in timed]
+    real = [(float(one.amount), one.ms) for one in timed]
     try:
-        return real, fit("broadcast", [Sample(1, nbytes, ms) for nbytes, ms in real], resamples=0).link
+        return real, fit(timed).link
     except NoRateError:
         if attempts <= 1:
             raise
@@ -420,16 +513,6 @@ def _last_that_helps(times: dict[int, float]) -> int:
 
 # --------------------------------------------------------------------------------------- predictions
 
-SIX = (
-    "titan-8b-8",
-    "titan-a100-8b-op",
-    "titan-a100-70b-full",
-    "gpt-175b-384",
-    "gpt-175b-768",
-    "gpt-175b-1536",
-)
-"""Published runs that the first version priced."""
-
 
 @prediction(
     "scale.furthest",
@@ -438,9 +521,9 @@ SIX = (
 )
 def _furthest() -> str:
     def off(name: str) -> float:
-        run = published().run(name)
+        run = RUNS[name]
         rate = as_first_priced(run).tokens_per_second / run.ranks
-        return abs(math.log(rate / compare(run)[0].published))
+        return abs(math.log(rate / (run.tokens_per_s_gpu or rate)))
 
     return max(SIX, key=off)
 

@@ -13,8 +13,7 @@ from benchmarks.gpu.budget import Budget, Found, Skipped
 from zero_ref.comm import devices
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
-from zero_ref.lab.model import GPT
-from zero_ref.lab.pieces import passages
+from zero_ref.lab.model import GPT, passages
 from zero_ref.simulator.timeline import Event, covered_ms
 
 OVERLAPPED = (

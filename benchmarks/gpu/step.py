@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from benchmarks import contenders
+from benchmarks.contenders import ADAMW_BYTES
 from benchmarks.gpu.budget import Budget, Found, alone
 from benchmarks.results import Spread, spread
 from benchmarks.rounds import WARM_UP, Case
@@ -23,7 +24,6 @@ from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm import devices
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.rules import equal_shares
-from zero_ref.simulator.calibrate import ADAMW_BYTES
 from zero_ref.simulator.models import ParamShape, shapes
 
 MASTERS_BYTES = 2 + 4 + ADAMW_BYTES + 4 + 2

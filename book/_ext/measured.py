@@ -2,8 +2,8 @@
 
 A page that says how fast something is then cannot disagree with what was measured. The directive
 `{measured} against_peers step` puts in what the view of that name makes, with its argument; the role
-{ratio}`step gpt 2 torch, best` a single number. book/findings.py makes both; book/validated.py makes the
-tables of the page of validation, from what is simulated.
+{ratio}`step gpt 2 torch, best` a single number. book/findings.py makes both; benchmarks/judged.py
+makes the tables of the page of validation, from what is simulated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from sphinx.util.docutils import SphinxDirective, SphinxRole
 # The benchmarks are in the repository, not in the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from findings import RESULTS, VIEWS as MEASURED, ratio
-from validated import VIEWS as VALIDATED
+
+from benchmarks.judged import VIEWS as VALIDATED
 
 VIEWS = MEASURED | VALIDATED
 

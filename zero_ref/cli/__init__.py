@@ -21,24 +21,20 @@ from importlib.metadata import entry_points
 
 from zero_ref import __version__
 from zero_ref.cli._common import CommandError, Subparsers
-from zero_ref.cli.calibrate import register_calibrate
 from zero_ref.cli.checkpoints import register_checkpoints
 from zero_ref.cli.doctor import register_doctor
 from zero_ref.cli.plan import register_plan
 from zero_ref.cli.search import register_search
 from zero_ref.cli.simulate import register_simulate
 from zero_ref.cli.train import register_demo, register_train
-from zero_ref.cli.validate import register_validate
 from zero_ref.lab._arguments import Parser, complain, printable, unwritable
 
 COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
     register_plan,
     register_simulate,
     register_search,
-    register_validate,
     register_train,
     register_demo,
-    register_calibrate,
     register_checkpoints,
     register_doctor,
 )

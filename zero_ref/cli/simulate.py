@@ -67,7 +67,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_machines(parser: argparse.ArgumentParser) -> None:
     """`--ranks` and `--cluster`."""
     parser.add_argument("--ranks", required=True, type=simulated_ranks, metavar="N", help="how many ranks")
-    clusters = ", ".join(CLUSTERS) + ", or what `zero-ref calibrate --out FILE` wrote"
+    clusters = ", ".join(CLUSTERS) + ", or a file with a cluster in JSON"
     parser.add_argument(
         "--cluster", default="h100-ib", metavar="NAME|FILE", help=f"{clusters} (default: %(default)s)"
     )

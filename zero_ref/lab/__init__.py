@@ -15,6 +15,5 @@
 - `simulated`, `simulated_checkpoints`, `searched`: what the simulator says, as a table and as JSON;
 - `own`: the reader's own optimizer, loaded from its file and trained;
 - `source`, `stairs`: code as the book shows it, and what a stair changes in the one before;
-- `pieces`, `step_times`: what single calls and whole iterations take on this machine;
 - `plots`, `widgets`: pictures, and the explorers in a notebook.
 """

@@ -463,7 +463,7 @@ def add_run_arguments(parser: Parser) -> None:
     add("--show-config", action="store_true", help="print the settings as --config reads them, and end")
     predict = "print the simulator's prediction of the run, start nothing, and end"
     add("--dry-run", action="store_true", help=predict)
-    clusters = ", ".join(CLUSTERS) + ", or what `zero-ref calibrate --out FILE` wrote (default: %(default)s)"
+    clusters = ", ".join(CLUSTERS) + ", or a file with a cluster in JSON (default: %(default)s)"
     add("--cluster", default="loopback", metavar="NAME|FILE", help=f"for the times of --dry-run: {clusters}")
     parser.reads_settings = True
     parser.epilog = EXIT_CODES

@@ -128,5 +128,4 @@ def _limits(cluster: Cluster) -> Iterator[str]:
     yield "the run prints calls, payload and bytes of state beside what is predicted of them"
     yield "activations: estimated by a formula for 16 bits and dropout; the run does not measure them"
     if cluster.name == "loopback":
-        yield "times: a laptop's order of magnitude. `zero-ref calibrate --out FILE` measures this machine;"
-        yield "  give its file to --cluster"
+        yield "times: a laptop's order of magnitude"

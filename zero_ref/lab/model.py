@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from zero_ref.lab import ranks
 from zero_ref.lab.config import VOCABULARY, GPTConfig
 from zero_ref.lab.experts import Mixture
 
@@ -131,3 +132,9 @@ def batch(
     passages = text[starts + torch.arange(config.context + 1, device=cpu)].long()
     passages = passages.to(torch.get_default_device())
     return passages[:, :-1], passages[:, 1:]
+
+
+def passages(config: GPTConfig, size: int, *, seed: int, step: int, rank: int) -> tuple[torch.Tensor, ...]:
+    """Draw a `batch` of the language reference, and put it on this rank's device."""
+    given = batch(language_reference().training, config, size, seed=seed, step=step, rank=rank)
+    return tuple(part.to(ranks.device()) for part in given)

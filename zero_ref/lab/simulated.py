@@ -65,7 +65,7 @@ LABELS = (
 
 
 def cluster_named(name: str) -> Cluster:
-    """A preset, or what `zero-ref calibrate --out FILE` wrote.
+    """A preset, or the cluster in a file of JSON.
 
     Raises:
         ValueError: it is neither; the message begins with `--cluster`.
@@ -74,8 +74,8 @@ def cluster_named(name: str) -> Cluster:
         return CLUSTERS[name]
     if not os.path.isfile(name):
         raise ValueError(
-            f"--cluster {short(name)}: choose one of {', '.join(CLUSTERS)}, or a file that "
-            "`zero-ref calibrate --out FILE` wrote."
+            f"--cluster {short(name)}: choose one of {', '.join(CLUSTERS)}, or a file "
+            "with a cluster in JSON, as `Cluster.to_json` gives it."
         )
     try:
         values = read_json(name)
@@ -253,7 +253,7 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
     if cluster.name in CLUSTERS:
         yield f"supposed: {_supposed(scenario)}"
     else:
-        yield f"times from: {cluster.source}. They hold for the number of ranks measured there."
+        yield f"times from: {cluster.source}"
     if cluster.device.peaks and scenario.computed_in not in cluster.device.peaks:
         yield (
             f"supposed: {cluster.device.name} multiplies {scenario.computed_in} at {cluster.device.tflops:g} "

@@ -38,8 +38,6 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `saved`, `checkpoints`: what saving and loading take, in several ways;
 - `trace`: timelines as a file that Perfetto shows;
 - `sensitivity`: which circumstance changes the conclusion, and what would make an iteration faster;
-- `calibrate`: a cluster from measured times, with bounds on the error;
-- `logs`: such times from what nccl-tests and others print;
 - `spread`: how far a prediction may be off, from published runs;
 - `training`: what is trained, on what and how, as one value; `rank_work`: what a rank computes for that;
 - `scenario`: all of it together, from a model's name to memory, traffic and time;
@@ -47,7 +45,5 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `tree`: a decision tree as a value: questions, and an advice at each end;
 - `which`: every way to train a model compared, the questions that decide, and how far their advice is off;
 - `search`: every way to train a model on a cluster, and the best of them;
-- `options`: an option of such a run, defined once: with the field that keeps its value;
-- `runs`: what a published run consists of; `published` reads them from `published_runs`, a file a source;
-- `validation`: each of them predicted, and how far off; `submission`: the same of a run that a reader gives.
+- `options`: an option of such a run, defined once: with the field that keeps its value.
 """

@@ -2,7 +2,6 @@
 
 `traffic` says how many messages and bytes a collective makes, and a `Cluster` how long they take on its
 links. The clusters known by name are made from the tables in `devices` and `presets`.
-`zero_ref.simulator.calibrate` makes one from times measured on the machine at hand.
 """
 
 from __future__ import annotations
@@ -418,7 +417,7 @@ class Cluster:
 
     @classmethod
     def from_json(cls, text: str) -> Cluster:
-        """A cluster from text, such as `zero-ref calibrate --out` writes.
+        """Make a cluster from the text that `to_json` gives.
 
         Raises:
             ValueError: it is no JSON, a field is missing or unknown, or a value makes no sense.
@@ -430,7 +429,7 @@ class Cluster:
         except ValueError as error:
             raise ValueError(
                 f"this is no cluster: {str(error).rstrip('.')}. It takes JSON with name, device, "
-                "ranks_per_node, within and between, as `zero-ref calibrate --out FILE` writes it."
+                "ranks_per_node, within and between, as `Cluster.to_json` gives it."
             ) from None
         return made
 

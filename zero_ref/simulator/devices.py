@@ -9,7 +9,7 @@ from typing import Any
 
 ALLOCATOR_SHARE = 0.1
 """What PyTorch's allocator reserves beside tensors, as a share of these. Fitted, to a hundredth, to the two
-runs of published_runs whose use is "fit memory": tests/test_scenario.py."""
+runs of benchmarks/published_runs whose use is "fit memory": tests/test_scenario.py."""
 
 LIBRARY_GB = 1.1
 """What a process holds outside of the allocator: CUDA's context with its kernels, 0.4, and a communicator,
@@ -155,7 +155,7 @@ FIGURES: dict[str, dict[str, tuple[Any, str]]] = {
         "product_passes": PASSES_SUPPOSED,
         "attention_reached": (0.34, AS_H100),
         "memory_reached": MEMORY_REACHED,
-        "memory_gb": (140 * 1024 * MIB, "the report trainy-h200 of published_runs: 140 GiB"),
+        "memory_gb": (140 * 1024 * MIB, "the report trainy-h200 of benchmarks/published_runs: 140 GiB"),
         "memory_gb_per_s": (4800, H200),
         "host_link_gb_per_s": PCIE_5,
         "host_memory_gb_per_s": (61, "supposed: as DGX H100's"),
@@ -251,9 +251,9 @@ FIGURES: dict[str, dict[str, tuple[Any, str]]] = {
         "host_memory_gb_per_s": (20, "supposed"),
     },
     "one CPU core": {
-        "tflops": (0.1, "supposed: `zero-ref calibrate` measures yours"),
-        "reached": (0.5, "supposed: `zero-ref calibrate` measures yours"),
-        "memory_gb_per_s": (8, "supposed: `zero-ref calibrate` measures yours"),
+        "tflops": (0.1, "supposed"),
+        "reached": (0.5, "supposed"),
+        "memory_gb_per_s": (8, "supposed"),
         "memory_gb": (None, "a core has no memory of its own"),
     },
 }

@@ -174,7 +174,6 @@ CLUSTERS: dict[str, dict[str, Any]] = {
         "shared": True,
         "overlaps": False,
         "disk_gb_per_s": 1,
-        "source": "Gloo between processes of one machine: a laptop's order of magnitude. `zero-ref "
-        "calibrate` measures yours.",
+        "source": "Gloo between processes of one machine: a laptop's order of magnitude.",
     },
 }

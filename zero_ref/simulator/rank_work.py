@@ -169,7 +169,7 @@ class RankWork(Training):
         The whole of each sequence counts, or the whole window that a block sees. Kernels that skip what a
         causal mask hides need half: `kernels`.
 
-        Source: `calibrate.training_flops`.
+        Source: appendix B of PaLM (arXiv:2204.02311), which counts 6 N + 12 L H Q T for each token.
         """
         if (model := self.transformer) is None:
             return 0.0

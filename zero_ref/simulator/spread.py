@@ -1,7 +1,7 @@
 """How far a prediction may be off: an interval, from published runs that nothing was fitted to.
 
-The factors here are what `validation` computes from these runs. They are constants, so that a simulation
-needs neither the runs nor the time to simulate them; tests/test_spread.py holds the two together.
+The factors here are what `benchmarks/judged.py` computes from these runs. They are constants, so that a
+simulation needs neither the runs nor the time to simulate them; tests/test_judged.py holds the two together.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ MEMORY = Spread(0.812, 1.202)
 def around(ms: float) -> tuple[float, float]:
     """The interval around a predicted time.
 
-    Source: the published runs of `published_runs` that nothing was fitted to.
+    Source: the published runs of benchmarks/published_runs that nothing was fitted to.
     """
     return TIME.around(ms)
 
