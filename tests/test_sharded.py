@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from saved import newest_complete
 from torch import nn, optim
 from training import (
@@ -47,7 +46,6 @@ from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import from_lists
 from zero_ref.state import files, save_owner, sharded
-from zero_ref.state.dcp_reader import DCPReader
 from zero_ref.state.files import ShardWriter
 from zero_ref.state.saves import sealed
 from zero_ref.state.sharded import load_sharded, save_sharded, save_sharded_async
@@ -254,20 +252,6 @@ def test_tensors_are_named_after_their_parameters(tmp_path: Path) -> None:
     names = {f"{kind}{param}{key}" for param in ("weight", "bias") for kind, key in
              (("parameters.", ""), ("state.", ".momentum_buffer"))}  # fmt: skip
     assert set(reader.tensors) == names
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_dcp_loads_whole_tensors_from_the_files_by_itself(tmp_path: Path) -> None:
-    def save(comm: Collectives) -> None:
-        param = nn.Parameter(torch.arange(1.0, 11.0))
-        save_sharded(
-            ZeroRedundancyOptimizer([("a", param)], optim.SGD, comm, lr=0.1, partition="even"), tmp_path
-        )
-
-    virtual.run(save, 2, timeout=120)
-    wanted = {"model.a": torch.zeros(10, dtype=torch.float64)}
-    dcp.load(wanted, storage_reader=DCPReader(tmp_path), no_dist=True)
-    assert wanted["model.a"].tolist() == list(range(1, 11))
 
 
 def test_another_memory_format_is_no_obstacle(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     )
     from zero_ref.state.compact import compact
     from zero_ref.state.dcp import OptimizerToLoad, StatefulOptimizer
-    from zero_ref.state.dcp_reader import DCPReader
     from zero_ref.state.sharded import PendingSave, load_sharded, save_sharded, save_sharded_async
 
 __version__ = "0.1.0"
@@ -58,7 +57,6 @@ __all__ = [
     "load_sharded",
     "StatefulOptimizer",
     "OptimizerToLoad",
-    "DCPReader",
     "compact",
     "clip_grad_norm_",
     "get_total_norm",
@@ -90,7 +88,6 @@ _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.rules") | {
     "load_sharded": "zero_ref.state.sharded",
     "StatefulOptimizer": "zero_ref.state.dcp",
     "OptimizerToLoad": "zero_ref.state.dcp",
-    "DCPReader": "zero_ref.state.dcp_reader",
     "compact": "zero_ref.state.compact",
     "clip_grad_norm_": "zero_ref.clip.grad_norm",
     "get_total_norm": "zero_ref.clip.grad_norm",

@@ -37,8 +37,6 @@ from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import from_lists
 from zero_ref.state.dcp import OptimizerToLoad, StatefulOptimizer
-from zero_ref.state.dcp_reader import DCPReader
-from zero_ref.state.sharded import save_sharded
 
 pytestmark = pytest.mark.ranks
 
@@ -162,7 +160,7 @@ def ours_saves(path: Path, flatten: bool = False, **options: Any) -> None:
     dcp.save(state, checkpoint_id=path)
 
 
-def ours_goes_on(path: Path, reader: Any = None, **options: Any) -> tuple[list[Snapshot], Any]:
+def ours_goes_on(path: Path, **options: Any) -> tuple[list[Snapshot], Any]:
     model, optimizer = ours(**options)
     zeroed(model)
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
@@ -184,9 +182,7 @@ def fsdp_saves(path: Path, flatten: bool = False, **options: Any) -> None:
     dcp.save({"model": get_model_state_dict(model), "optim": state}, checkpoint_id=path)
 
 
-def fsdp_goes_on(
-    path: Path | None, reader: Any = None, flatten: bool = False, **options: Any
-) -> list[Snapshot]:
+def fsdp_goes_on(path: Path, flatten: bool = False, **options: Any) -> list[Snapshot]:
     model, optimizer = fsdp(**options)
     zeroed(model)
     as_said = StateDictOptions(flatten_optimizer_state_dict=flatten, strict=False)
@@ -194,10 +190,7 @@ def fsdp_goes_on(
         "model": get_model_state_dict(model),
         "optim": get_optimizer_state_dict(model, optimizer, options=as_said),
     }
-    if reader is not None:
-        dcp.load(state, storage_reader=reader(), planner=PARTIAL)
-    else:
-        dcp.load(state, checkpoint_id=path, planner=PARTIAL)
+    dcp.load(state, checkpoint_id=path, planner=PARTIAL)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optim"], options=as_said)
     return steps(model, optimizer, range(2, 4))
@@ -265,47 +258,6 @@ def test_slices_of_one_parameter_on_one_rank_count_their_own_steps(tmp_path: Pat
     run(ours_saves, 2, tmp_path)
     for trained, _ in run(ours_goes_on, 2, tmp_path, partition=in_turn):
         assert_same(trained, rest, "in turn")
-
-
-# ---------------------------------------------------------------------------- save_sharded, and DCP's loader
-
-
-def saves_sharded(path: Path, **options: Any) -> None:
-    model, optimizer = ours(**options)
-    steps(model, optimizer, range(2))
-    save_sharded(optimizer, path)
-
-
-def test_a_sharded_save_goes_on_under_fully_shard(tmp_path: Path) -> None:
-    rest, _ = plain()
-    run(saves_sharded, 3, tmp_path, named=True, channels_last=True)
-    for trained in run(fsdp_goes_on, 2, None, lambda: DCPReader(tmp_path)):
-        assert_same(trained, rest, "a sharded save")
-
-
-NAMES = [
-    *("shift", "up.bias", "conv.bias", "norm.weight", "norm.bias", "unused.bias"),
-    *("up.weight", "conv.weight", "unused.weight"),
-]
-"""In the order of `groups`."""
-
-
-def reads_by_names(path: Path) -> tuple[list[Snapshot], str]:
-    model, optimizer = ours(turned=True)
-    reader = DCPReader(path, NAMES)
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
-    dcp.load({**state, "optim": StatefulOptimizer(model, optimizer, reader)}, storage_reader=reader)
-    return steps(model, optimizer, range(2, 4)), caught(lambda: DCPReader(path, NAMES[1:], save=1))
-
-
-def test_a_sharded_save_without_names_is_read_by_the_names_that_are_given(tmp_path: Path) -> None:
-    rest, _ = plain()
-    run(saves_sharded, 3, tmp_path)
-    for trained, said in run(reads_by_names, 2, tmp_path):
-        assert_same(trained, rest, "names that are given")
-        assert said.startswith("ValueError: 8 names, and the save has 9 parameters. Pass one name for each ")
-    for trained in run(fsdp_goes_on, 2, None, lambda: DCPReader(tmp_path, NAMES)):
-        assert_same(trained, rest, "under fully_shard")
 
 
 # ------------------------------------------------------------------------------------ whole states, by names
@@ -592,8 +544,7 @@ def halved(channels_last: bool = False, **options: Any) -> tuple[nn.Module, Zero
 def halved_saves(path: Path) -> None:
     model, optimizer = halved()
     steps(model, optimizer, range(2))
-    save_sharded(optimizer, path / "sharded")
-    dcp.save({"optim": StatefulOptimizer(model, optimizer)}, checkpoint_id=path / "dcp")
+    dcp.save({"optim": StatefulOptimizer(model, optimizer)}, checkpoint_id=path)
 
 
 def halved_goes_on(path: Path | None, **options: Any) -> list[Snapshot]:
@@ -604,15 +555,10 @@ def halved_goes_on(path: Path | None, **options: Any) -> list[Snapshot]:
     return steps(model, optimizer, range(2, 4))
 
 
-def widened(path: Path) -> list[Snapshot]:
-    """A sharded save with masters, read into a model of 32 bits under `fully_shard`."""
-    return fsdp_goes_on(None, lambda: DCPReader(path))
-
-
 def test_masters_go_on_and_come_from_parameters_of_32_bits(tmp_path: Path) -> None:
-    run(halved_saves, 2, tmp_path)
+    run(halved_saves, 2, tmp_path / "narrow")
     expected = run(halved_goes_on, 2, None)[0]
-    for trained in run(halved_goes_on, 3, tmp_path / "dcp", channels_last=True):
+    for trained in run(halved_goes_on, 3, tmp_path / "narrow", channels_last=True):
         assert_same(trained, expected, "masters")
     run(fsdp_saves, 2, tmp_path / "wide")
     expected = run(halved_from_wide, 1, tmp_path / "wide")[0]
@@ -626,16 +572,6 @@ def halved_from_wide(path: Path) -> list[Snapshot]:
     optimizer = AdamW(groups(model))
     set_optimizer_state_dict(model, optimizer, middle()[1], options=StateDictOptions(strict=False))
     return steps(model, optimizer, range(2, 4), torch.bfloat16)
-
-
-def test_a_sharded_save_with_masters_gives_fully_shard_parameters_of_32_bits(tmp_path: Path) -> None:
-    run(halved_saves, 2, tmp_path)
-    rounded = Parts().bfloat16().float()  # where the masters began
-    optimizer = AdamW(groups(rounded))
-    steps(rounded, optimizer, range(2), torch.bfloat16)
-    rest = steps(rounded, optimizer, range(2, 4))
-    for trained in run(widened, 2, tmp_path / "sharded"):
-        assert_same(trained, rest, "to 32 bits")
 
 
 # -------------------------------------------------------------------------------------------------- mistakes

@@ -8,6 +8,5 @@
 - `durable`: files that survive a loss of power;
 - `compact`: state dicts in memory of their own;
 - `dcp`: the same for torch.distributed.checkpoint;
-- `dcp_reader`: how torch.distributed.checkpoint reads what `save_sharded` wrote;
 - `flat_slices`: slices of flat tensors, as that checkpoint sees them.
 """
