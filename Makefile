@@ -149,7 +149,7 @@ bench: $(STAMP)  ## measure what the page "How fast is it?" shows; into benchmar
 	    rm -rf $$parts benchmarks/results/sharded.json)
 
 # Up to ten minutes. Without a GPU it says what it would measure, writes nothing, and fails: its exit code is 1.
-gpu: $(STAMP)  ## all that needs a GPU, on this machine's: tests, memory, times; into benchmarks/results/gpu.json
+gpu: $(STAMP)  ## memory and times on this machine's GPUs; into benchmarks/results/gpu.json
 	@$(BIN)/python -m benchmarks gpu --json benchmarks/results/gpu.json
 
 address: $(STAMP)  ## write the repository's address, as pyproject.toml has it, to the files that name it

@@ -2,7 +2,7 @@
 
     python -m benchmarks step sync --set gpt --ranks 2 --rounds 9 --json report.json
     python -m benchmarks --from report.json              # the tables again, nothing run
-    python -m benchmarks gpu --json gpu.json             # what only a GPU can tell, in ten minutes
+    python -m benchmarks gpu --json gpu.json             # memory and times on GPUs, in ten minutes
 
 Contenders take turns, and each table is printed as it comes. Best with nothing else running. As root under
 Linux, `unshare --net python -m benchmarks` also counts headers in the bytes sent.
@@ -44,7 +44,8 @@ def make_parser() -> Parser:
         "suites",
         nargs="*",
         metavar="SUITE",
-        help=f"{', '.join(suites.SUITES)}; by itself, all that needs a GPU: {GPU} (default: all but {GPU})",
+        help=f"{', '.join(suites.SUITES)}; by itself, memory and times on GPUs: {GPU} "
+        f"(default: all but {GPU})",
     )
     several = "how many ranks; give it several times for several (default: 2)"
     add("--ranks", type=rank_processes, action="append", metavar="N", help=several)

@@ -218,21 +218,15 @@ def copy(nbytes: int) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def exchange(numel: int, to: Sequence[int] | None = None) -> Callable[[], object]:
-    """Every rank sends `numel` float32 elements to each other rank, all receives posted before.
-
-    Args:
-        to: only these ranks receive; None for all.
-    """
-    rank, world = dist.get_rank(), range(dist.get_world_size())
-    receivers = [other for other in (world if to is None else to) if other != rank]
-    mine = torch.ones(numel if receivers else 0, device=ranks.device())
-    senders = [other for other in world if other != rank and (to is None or rank in to)]
-    theirs = [torch.empty(numel, device=mine.device) for _ in senders]
+def exchange(numel: int) -> Callable[[], object]:
+    """Every rank sends `numel` float32 elements to each other rank, all receives posted before."""
+    others = [other for other in range(dist.get_world_size()) if other != dist.get_rank()]
+    mine = torch.ones(numel, device=ranks.device())
+    theirs = [torch.empty(numel, device=mine.device) for _ in others]
 
     def run() -> None:
-        works = [dist.irecv(flat, group_src=sender) for flat, sender in zip(theirs, senders)]
-        for work in works + [dist.isend(mine, group_dst=receiver) for receiver in receivers]:
+        works = [dist.irecv(flat, group_src=other) for flat, other in zip(theirs, others)]
+        for work in works + [dist.isend(mine, group_dst=other) for other in others]:
             assert work is not None  # None is what ranks outside the group get
             work.wait()
 

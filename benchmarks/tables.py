@@ -8,9 +8,10 @@ from itertools import compress
 from typing import Any
 
 from benchmarks.contenders import OURS_IN
-from benchmarks.gpu.report import FAILED, MEASURED, GpuReport, SectionResult
+from benchmarks.gpu.report import MEASURED, GpuReport, SectionResult
 from benchmarks.machine import Commit, Machine
 from benchmarks.results import LIMIT, Report, Spread, SuiteResult, spread
+from zero_ref.simulator._records import record
 from zero_ref.simulator.ledger import format_bytes
 
 
@@ -53,11 +54,6 @@ def spread_cell(value: Spread) -> str:
     """
     quartiles = "" if value.low == value.high else f" ({cell(value.low)}-{cell(value.high)})"
     return cell(value.median) + quartiles
-
-
-def share_cell(value: float | None) -> str:
-    """A share in percent."""
-    return "-" if value is None else f"{value:.0%}"
 
 
 def bytes_cell(value: float | None) -> str:
@@ -174,17 +170,17 @@ def section_text(result: SectionResult) -> str:
     parts = [f"{result.name}: {result.status} in {result.seconds:g} s"]
     if result.why:
         parts[0] += f": {result.why}"
-    if result.status == MEASURED or (result.status == FAILED and result.found):
+    if result.status == MEASURED:
         parts += SECTIONS[result.name](result.found)
     return "\n\n".join(parts)
 
 
 def _listed(found: Sequence[Row], columns: Columns) -> str:
-    """A line for each row. One that was left out, or failed, says why in its second column."""
+    """A line for each row. One that was left out says why in its second column."""
     rows = []
     for one in found:
         name, *cells = columns.values()
-        why = one.get("left_out") or one.get("error")
+        why = one.get("left_out")
         given = [why, *[""] * (len(cells) - 1)] if why else [make(one) for make in cells]
         rows.append([name(one), *given])
     return aligned(list(columns), rows)
@@ -234,63 +230,13 @@ def _memory(found: Row) -> Iterator[str]:
     yield _listed(found["activations"], of_activations)
 
 
-def _gemm(found: Row) -> Iterator[str]:
-    columns: Columns = {
-        "model, tokens x inputs x outputs": lambda one: (
-            f"{one['model']}, {one['tokens']:,} x {one['inputs']:,} x {one['outputs']:,}"
-        ),
-        "forward": lambda one: cell(one["tflops"]["forward"]),
-        "of the input": lambda one: cell(one["tflops"]["gradient of the input"]),
-        "of the weight": lambda one: cell(one["tflops"]["gradient of the weight"]),
-        "of the peak": lambda one: share_cell(one["share_of_peak"]),
-    }
-    yield _listed(found["products"], columns)
-    peak = found["peak_tflops"]
-    of_preset = "no preset has a peak for this device" if peak is None else f"the preset's peak is {peak:g}"
-    yield f"TFLOP/s in {found['dtype']}; {of_preset}."
+def _speed(found: Row) -> Iterator[str]:
+    for one in found["results"]:
+        if "left_out" in one:
+            yield f"{one['suite']}, {one['set']}: {one['left_out']}"
+        else:
+            yield suite_table(record(SuiteResult, one, "result"))
 
 
-def _synchronisations(found: Row) -> Iterator[str]:
-    def waits(one: Row) -> str:
-        said = [f"{part}: {text}" for part, text in one["parts"].items() if text is not None]
-        return "; ".join(said) or ("none" if found["checked"] else "not checked")
-
-    yield _listed(found["ways"], {"way": lambda one: one["way"], "the host waits for the device": waits})
-    if not found["checked"]:
-        yield "This device cannot tell when the host waits for it."
-
-
-def _overlap(found: Row) -> Iterator[str]:
-    columns: Columns = {
-        f"way, {found['ranks']} ranks": lambda one: one["way"],
-        "communication ms": lambda one: cell(one["communication_ms"]),
-        "computing ms": lambda one: cell(one["computing_ms"]),
-        "hidden": lambda one: share_cell(one["hidden_share"]),
-    }
-    yield _listed(found["traces"], columns)
-
-
-def _tests(found: Row) -> Iterator[str]:
-    columns: Columns = {
-        "tests": lambda one: one["what"],
-        "passed": lambda one: f"{one['passed']}",
-        "failed": lambda one: f"{len(one['failed'])}",
-        "skipped": lambda one: f"{len(one['skipped'])}",
-        "s": lambda one: cell(one["seconds"]),
-    }
-    yield _listed(found["runs"], columns)
-    failed = [f"- {name}: {why}" for one in found["runs"] for name, why in one.get("failed", {}).items()]
-    if failed:
-        yield "\n".join(failed)
-
-
-SECTIONS: dict[str, Callable[[Row], Iterator[str]]] = {
-    "synchronisations": _synchronisations,
-    "gemm": _gemm,
-    "step": _step,
-    "memory": _memory,
-    "overlap": _overlap,
-    "notebooks": _tests,
-    "tests": _tests,
-}
+SECTIONS: dict[str, Callable[[Row], Iterator[str]]] = {"step": _step, "memory": _memory, "speed": _speed}
 """By section: blocks of text from what it has found."""

@@ -7,8 +7,6 @@ import gc
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,17 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import contenders, tables
+from benchmarks import tables
 from benchmarks.__main__ import main
-from benchmarks.gpu import memory, model, overlap, products, report, step, suites, waits
+from benchmarks.gpu import memory, model, report, speed, step
 from benchmarks.gpu.budget import Budget, Skipped
 from benchmarks.gpu.report import FAILED, MEASURED, SECTIONS, SKIPPED, GpuReport, Section, SectionResult
 from benchmarks.rounds import WARM_UP, Case
 from zero_ref.comm import devices
-from zero_ref.lab.config import GPTConfig
 from zero_ref.shard.merged import SMALL_NUMEL
 from zero_ref.simulator.activations import OF_THE_PAPER, activation_bytes, head_bytes
-from zero_ref.simulator.devices import DEVICES
 from zero_ref.simulator.models import GPT2
 
 CPU = torch.device("cpu")
@@ -183,215 +179,13 @@ def nbytes_of_all_tensors() -> int:
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}.values())
 
 
-# -------------------------------------------------------------------------------------------- matrix products
+# ------------------------------------------------------------------------------------------------------ speed
 
 
-def test_products_are_rated_by_their_operations() -> None:
-    one = products.Product("tiny", 64, 16, 32)
-    found = products.products(CPU, long(), of=[one], sample_ms=0.01, rounds=3)
-    (row,) = found["products"]
-    assert one.flops == 65536
-    for name, ms in row["ms"].items():
-        assert row["tflops"][name] == pytest.approx(one.flops / sorted(ms)[1] / 1e9)
-    assert found["peak_tflops"] is row["share_of_peak"] is None
-
-
-def test_a_known_device_has_its_presets_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "name_of", lambda device: "NVIDIA A100-SXM4-80GB")
-    found = products.products(CPU, long(), of=[products.Product("tiny", 8, 8, 8)], sample_ms=0.01, rounds=1)
-    rates = [*found["products"][0]["tflops"].values()]
-    assert found["peak_tflops"] == DEVICES["A100 80 GB"]["tflops"] == 312
-    assert found["products"][0]["share_of_peak"] == pytest.approx(3 / sum(1 / rate for rate in rates) / 312)
-
-
-@pytest.mark.parametrize(
-    ("name", "preset"),
-    [
-        ("Tesla V100-SXM3-32GB", "V100 32 GB"),
-        ("NVIDIA A100-SXM4-80GB", "A100 80 GB"),
-        ("NVIDIA A100-SXM4-40GB", None),
-        ("NVIDIA A100 80GB PCIe", None),
-        ("NVIDIA H100 80GB HBM3", "H100 80 GB"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H200 NVL", None),
-        ("NVIDIA B200", "B200"),
-        ("NVIDIA GB200", "GB200"),
-        ("NVIDIA L40S", "L40S"),
-        ("AMD Instinct MI300X", "MI300X"),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("NVIDIA GeForce RTX 4080", None),
-        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
-        ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
-    ],
-)
-def test_a_preset_is_found_by_a_drivers_name(name: str, preset: str | None) -> None:
-    assert products.preset_named(name) == preset
-
-
-def test_the_layers_of_llama_and_gpt2_are_those_of_their_blocks() -> None:
-    listed = products.products_of(products.MULTIPLIED, 8192)
-    assert len(listed) == len(set(listed)) == 20
-    of_llama = [one[2:] for one in listed if one.model == "llama3-8b"]
-    assert of_llama == [(4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)]
-
-
-# ------------------------------------------------------------------------------------------------- host waits
-
-
-def test_every_way_is_tried_and_a_cpu_cannot_tell() -> None:
-    found = waits.synchronisations(CPU, long(), config=GPTConfig(1, 2, 16, 8))
-    assert found["checked"] is False
-    names = [row["way"] for row in found["ways"]]
-    assert set(names) >= {contenders.REFERENCE, contenders.OWN_HOOKS_BEST, contenders.MASTERS}
-    for row in found["ways"]:
-        parts = [
-            "forward",
-            "backward",
-            *["clipping"] * (row["way"] == "zero_ref, clipped"),
-            "step",
-            "zero_grad",
-        ]
-        assert row["parts"] == dict.fromkeys(parts), row
-
-
-def test_a_wait_is_told_with_its_part_and_line_and_ends_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    raising: list[bool] = []
-
-    @contextlib.contextmanager
-    def error_on_synchronization(device: torch.device) -> Iterator[bool]:
-        raising.append(True)
-        yield True
-        raising.clear()
-
-    def clip(optimizer: object, norm: float) -> None:
-        if raising:
-            raise RuntimeError("called a synchronizing operation\nand more")
-
-    monkeypatch.setattr(devices, "error_on_synchronization", error_on_synchronization)
-    monkeypatch.setattr(waits, "clip_grad_norm_", clip)
-    (row,) = waits.synchronisations(CPU, long(), config=GPTConfig(1, 2, 16, 8), only=["zero_ref, clipped"])[
-        "ways"
-    ]
-    said = "called a synchronizing operation at torch's own code"
-    assert row["parts"] == {"forward": None, "backward": None, "clipping": said}
-
-
-def test_a_way_that_cannot_be_trained_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = waits._Training(waits._trainings()[contenders.REFERENCE].way, "float64")
-    both = {"broken": broken, contenders.REFERENCE: waits._trainings()[contenders.REFERENCE]}
-    monkeypatch.setattr(waits, "_trainings", lambda: both)
-    first, second = waits.synchronisations(CPU, long(), config=GPTConfig(1, 2, 16, 8))["ways"]
-    assert first["error"].startswith("ValueError: unknown dtype 'float64'")
-    assert second["parts"]["step"] is None
-    monkeypatch.setattr(waits, "_trainings", lambda: {"broken": broken})
-    with pytest.raises(RuntimeError, match="no way could be trained; broken: ValueError"):
-        waits.synchronisations(CPU, long(), config=GPTConfig(1, 2, 16, 8))
-
-
-# ---------------------------------------------------------------------------------------------------- overlap
-
-
-def test_a_single_accelerator_has_nothing_to_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_accelerator_shares_its_work_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "accelerator_count", lambda: 1)
-    with pytest.raises(Skipped, match="a single rank sends nothing"):
-        overlap.overlap(CPU, long())
-
-
-def test_spans_that_lie_upon_each_other_count_once() -> None:
-    spans = [
-        ("ncclDevKernel_AllReduce", False, 1000.0, 3000.0),
-        ("ncclDevKernel_AllReduce", False, 2000.0, 5000.0),
-        ("gemm", False, 0.0, 2500.0),
-        ("gemm", False, 2505.0, 2600.0),
-        ("gemm", False, 4800.0, 6000.0),
-    ]
-    found = overlap.hidden(spans)
-    assert found["communication_ms"] == pytest.approx(4.0)
-    assert found["computing_ms"] == pytest.approx(3.795)
-    assert found["hidden_share"] == pytest.approx((1.5 + 0.095 + 0.2) / 4)
-    assert overlap.hidden([("aten::mm", True, 0.0, 1.0)])["hidden_share"] is None
-
-
-# ---------------------------------------------------------------------------------------- tests and notebooks
-
-
-def test_the_named_tests_and_notebooks_are_there() -> None:
-    for name in (*suites.FILES, *suites.NOTEBOOKS):
-        assert (ROOT / name).is_file()
-    listed = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--collect-only",
-        *suites.ONE_RANK,
-    ]
-    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert f"{len(suites.ONE_RANK)} tests collected" in done.stdout
-
-
-def test_variables_choose_device_and_backend() -> None:
-    single, shared, every = suites.runs_on(torch.device("cpu", 0), count=4)
-    assert single.environ == {"ZERO_REF_DEVICE": "cpu", "ZERO_REF_BACKEND": "gloo"}
-    assert shared.environ == {"ZERO_REF_DEVICE": "cpu:0", "ZERO_REF_BACKEND": "gloo"}
-    assert every.environ == {"ZERO_REF_DEVICE": "cpu", "ZERO_REF_BACKEND": ""}
-    assert len(suites.runs_on(CPU, count=1)) == 2
-
-
-def test_notebooks_choose_where_their_ranks_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[suites.PytestRun] = []
-    monkeypatch.setattr(suites, "_pytest", lambda run, budget, root: made.append(run) or {"what": run.what})
-    suites.notebooks(CPU, long())
-    assert made[0].environ == {"ZERO_REF_DEVICE": "", "ZERO_REF_BACKEND": ""}
-    for name in suites.NOTEBOOKS:
-        cells = (ROOT / name).read_text(encoding="utf-8")
-        assert "ranks" in cells
-        assert 'backend=\\"gloo' not in cells, f"{name} stays on the CPU"
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    folder = tmp_path / "tests" / "ranks"
-    folder.mkdir(parents=True)
-    (folder / "test_device.py").write_text(
-        "import os, pytest\n"
-        "def test_good(): assert os.environ['ZERO_REF_DEVICE'] == 'pretended'\n"
-        "def test_bad(): assert 1 == 2\n"
-        "def test_left(): pytest.skip('not here')\n"
-    )
-    return tmp_path
-
-
-def one_run(*tests: str) -> list[suites.PytestRun]:
-    return [suites.PytestRun("a run", tests, {"ZERO_REF_DEVICE": "pretended"})]
-
-
-def test_what_passed_failed_and_was_skipped_is_counted(checkout: Path) -> None:
-    file = "tests/ranks/test_device.py"
-    (run,) = suites.on_ranks(CPU, long(), runs=one_run(f"{file}::test_good"), root=checkout)["runs"]
-    assert (run["passed"], run["failed"], run["skipped"]) == (1, {}, [])
-    with pytest.raises(suites.NotAllPassed, match="a run: 1 tests failed") as failed:
-        suites.on_ranks(CPU, long(), runs=one_run(file), root=checkout)
-    (run,) = failed.value.found["runs"]
-    assert run["passed"] == 1
-    assert run["failed"] == {"tests.ranks.test_device::test_bad": "assert 1 == 2"}
-    assert run["skipped"] == ["tests.ranks.test_device::test_left: not here"]
-
-
-def test_a_run_without_tests_and_one_that_does_not_end_are_no_success(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(suites.NotAllPassed, match="pytest ended with code 4"):
-        suites.on_ranks(CPU, long(), runs=one_run("tests/ranks/no_such_file.py"), root=checkout)
-
-    def never_ends(command: list[str], **options: Any) -> None:
-        raise subprocess.TimeoutExpired(command, options["timeout"])
-
-    monkeypatch.setattr(subprocess, "run", never_ends)
-    with pytest.raises(suites.NotAllPassed, match="it did not end in the time that was left"):
-        suites.on_ranks(CPU, long(), runs=one_run("tests"), root=checkout)
+    with pytest.raises(Skipped, match="a single rank shares its work with nobody"):
+        speed.speed(CPU, long())
 
 
 # ------------------------------------------------------------------------------------------------- the report
@@ -399,15 +193,15 @@ def test_a_run_without_tests_and_one_that_does_not_end_are_no_success(
 
 def found_by(name: str) -> Section:
     """A section that finds something at once, as its tables expect it."""
-    row = {"what": "a run", "passed": 2, "failed": {}, "skipped": [], "seconds": 1.5}
-    return Section(name, "", 10, lambda device, budget, **options: {"runs": [row]})
+    row = {"suite": "step", "set": "gpt", "left_out": "for a test"}
+    return Section(name, "", 10, lambda device, budget, **options: {"results": [row]})
 
 
 def failing(error: Exception) -> Section:
     def measure(device: torch.device, budget: Budget, **options: Any) -> dict[str, Any]:
         raise error
 
-    return Section("tests", "", 10, measure)
+    return Section("memory", "", 10, measure)
 
 
 def measured(*sections: Section, **options: Any) -> GpuReport:
@@ -417,46 +211,37 @@ def measured(*sections: Section, **options: Any) -> GpuReport:
 
 
 def test_a_section_that_fails_is_reported_and_the_others_run() -> None:
-    not_all = suites.NotAllPassed("a run: 1 tests failed", {"runs": []})
     told: list[SectionResult] = []
-    errors = RuntimeError("out of memory"), not_all, Skipped("no")
-    made = measured(*map(failing, errors), found_by("notebooks"), tell=told.append)
-    assert [one.status for one in made.sections] == [FAILED, FAILED, SKIPPED, MEASURED]
+    errors = RuntimeError("out of memory"), Skipped("no")
+    made = measured(*map(failing, errors), found_by("speed"), tell=told.append)
+    assert [one.status for one in made.sections] == [FAILED, SKIPPED, MEASURED]
     assert re.fullmatch(r"RuntimeError at test_bench_gpu\.py:\d+: out of memory", made.sections[0].why or "")
-    assert made.sections[1].found == {"runs": []}
-    assert made.failed == ["tests", "tests"]
+    assert made.failed == ["memory"]
     assert told == made.sections
-    assert "2 " in tables.gpu_text(made)
+    assert "step, gpt: for a test" in tables.gpu_text(made)
 
 
 def test_what_has_no_time_left_is_skipped() -> None:
-    (one,) = measured(found_by("tests"), total_s=0.0).sections
+    (one,) = measured(found_by("speed"), total_s=0.0).sections
     assert (one.status, one.found) == (SKIPPED, {})
     assert "no time left" in (one.why or "")
-    for name in ("step", "synchronisations", "gemm"):
-        section = next(one for one in SECTIONS if one.name == name)
-        found = section.measure(CPU, Budget(0), **section.quick)
-        (rows,) = [value for value in found.values() if value and isinstance(value, list)]
+    found = {"step": step.step(CPU, Budget(0)), "speed": speed.speed(CPU, Budget(0), world_size=2)}
+    for name, of_section in found.items():
+        (rows,) = of_section.values()
         assert {row["left_out"] for row in rows} == {"no time was left"}
-        assert "no time was left" in "".join(tables.SECTIONS[name](found))
+        assert "no time was left" in "".join(tables.SECTIONS[name](of_section))
 
 
 def test_every_section_quick_on_a_cpu_goes_through_json_into_a_table() -> None:
     made = report.new_report(CPU, quick=True)
-    here = [one for one in SECTIONS if one.name not in ("tests", "notebooks", "overlap")]
-    report.measure(CPU, made, sections=[*here, found_by("tests")])
+    here = [one for one in SECTIONS if one.name != "speed"]
+    report.measure(CPU, made, sections=[*here, found_by("speed")])
     assert made.failed == [], made.sections
     again = GpuReport.from_json(json.loads(json.dumps(made.as_json(), allow_nan=False)))
     assert again == made
     text = tables.gpu_text(again)
     assert "quick: to see that it runs" in text
-    for words in (
-        "zero_ref, bfloat16 with float32 masters",
-        "optimizer state",
-        "tiny",
-        "not checked",
-        "a run",
-    ):
+    for words in ("zero_ref, bfloat16 with float32 masters", "optimizer state", "for a test"):
         assert words in text
     table_lines = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in table_lines)
@@ -499,17 +284,17 @@ def cpu_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_writes_a_report_that_from_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(report, "SECTIONS", (failing(RuntimeError("out of memory")), found_by("notebooks")))
+    monkeypatch.setattr(report, "SECTIONS", (failing(RuntimeError("out of memory")), found_by("speed")))
     file = tmp_path / "gpu.json"
     assert main(["gpu", "--json", str(file)]) == 1
     printed = capsys.readouterr().out
     assert "out of memory" in printed
-    assert printed.endswith("\n\nfailed: tests\n")
+    assert printed.endswith("\n\nfailed: memory\n")
     written = json.loads(file.read_text())
     assert [one["status"] for one in written["sections"]] == [FAILED, MEASURED]
     assert main(["--from", str(file)]) == 0
     assert capsys.readouterr().out.strip() == printed.partition("\n\nfailed:")[0].strip()
-    monkeypatch.setattr(report, "SECTIONS", (found_by("notebooks"),))
+    monkeypatch.setattr(report, "SECTIONS", (found_by("speed"),))
     assert main(["gpu"]) == 0
 
 
@@ -517,11 +302,11 @@ def test_it_writes_a_report_that_from_prints(
 def test_an_altered_report_hears_what_is_wrong_in_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = measured(found_by("tests")).as_json()
+    made = measured(found_by("speed")).as_json()
     file = tmp_path / "gpu.json"
     for section, answer in (
-        ({"found": {}}, "'runs'"),
-        ({"found": {"runs": 3}}, "not iterable"),
+        ({"found": {}}, "'results'"),
+        ({"found": {"results": 3}}, "not iterable"),
         ({"status": 3}, r"status must be text, not 3"),
         ({"name": "walk"}, "'walk'"),
     ):
@@ -552,9 +337,8 @@ def test_on_a_cpu_devices_say_that_they_know_nothing() -> None:
     assert [ask(CPU) for ask in asked] == [None] * 3
     devices.reset_peak_memory(CPU)
     devices.release_memory(CPU)
-    with devices.error_on_synchronization(CPU) as checked, devices.timing_events(CPU) as elapsed_ms:
+    with devices.timing_events(CPU) as elapsed_ms:
         assert torch.ones(1).item() == 1
-    assert checked is False
     assert elapsed_ms() is None
     assert set(devices.software_of(CPU)) == {"driver", "toolkit", "nccl"}
     assert math.isfinite(long().left_s)

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -215,13 +215,13 @@ def test_a_gpu_that_nobody_measured_is_said_to_be_missing(
     (said,) = findings.gpu(tmp_path)
     assert said.startswith("No GPU has been measured yet.")
     assert "`make gpu`" in said
-    row = {"what": "gloo, one rank", "passed": 6, "failed": {}, "skipped": [], "seconds": 9.0}
+    row = asdict(REPORT.results[0])
     made = GpuReport(
         Accelerator("kind", "a GPU", 1, 80 * 10**9, {"driver": "1.2", "nccl": None}),
         *(REPORT.machine, REPORT.versions, REPORT.commit, "2026-01-02T03:04:05+00:00", False),
         sections=[
-            SectionResult("tests", "measured", 9.5, found={"runs": [row]}),
-            SectionResult("overlap", "skipped", 0.0, "there is one accelerator"),
+            SectionResult("speed", "measured", 9.5, found={"results": [row]}),
+            SectionResult("memory", "skipped", 0.0, "there is no time left"),
         ],
     )
     (tmp_path / "gpu.json").write_text(json.dumps(made.as_json()))
@@ -229,5 +229,5 @@ def test_a_gpu_that_nobody_measured_is_said_to_be_missing(
     assert "- device: 1 of a GPU with 80 GB" in text
     assert "driver 1.2" in text
     assert "commit: `0123456789ab`, with changes" in text
-    assert re.search(r"\| gloo, one rank +\| +6 \|", text)
-    assert "overlap: skipped in 0 s: there is one accelerator" in text
+    assert "step, gpt: 2 ranks" in text
+    assert "memory: skipped in 0 s: there is no time left" in text

@@ -16,17 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu import suites
 from benchmarks.gpu.budget import Budget, Found, Skipped
 from benchmarks.gpu.memory import memory
-from benchmarks.gpu.overlap import overlap
-from benchmarks.gpu.products import Product, products
+from benchmarks.gpu.speed import speed
 from benchmarks.gpu.step import step
-from benchmarks.gpu.suites import NotAllPassed
-from benchmarks.gpu.waits import synchronisations
 from benchmarks.machine import Commit, Machine, read_commit, read_machine, read_versions
 from zero_ref.comm import devices
-from zero_ref.lab.config import GPTConfig
 from zero_ref.simulator._records import record
 from zero_ref.simulator.models import GPT2
 
@@ -56,20 +51,6 @@ _SMALLER = GPT2(width=32, depth=2, heads=4, vocabulary=101, positions=32)
 
 SECTIONS = (
     Section(
-        "synchronisations",
-        "host waits for the device, in each way to train",
-        30,
-        synchronisations,
-        {"config": GPTConfig(1, 2, 16, 8)},
-    ),
-    Section(
-        "gemm",
-        "matrix products of GPT-2 and Llama by shape, TFLOP/s",
-        40,
-        products,
-        {"of": [Product("tiny", 128, 64, n) for n in (64, 256)], "sample_ms": 1.0, "rounds": 2},
-    ),
-    Section(
         "step",
         "AdamW on flat shards, with and without masters, against a copy kernel",
         45,
@@ -84,24 +65,11 @@ SECTIONS = (
         {"architecture": _TINY, "batch_size": 2},
     ),
     Section(
-        "overlap",
-        "a trace: how much communication hides behind computing (2 GPUs or more)",
-        60,
-        overlap,
-        {"config": GPTConfig(2, 2, 32, 16)},
-    ),
-    Section(
-        "notebooks",
-        "chapters of the book, their ranks on the device",
-        120,
-        suites.notebooks,
-        {"files": suites.NOTEBOOKS[:1]},
-    ),
-    Section(
-        "tests",
-        "tests on real ranks: NCCL with one, Gloo with 2 and 4 on one GPU, NCCL on all",
-        240,
-        suites.on_ranks,
+        "speed",
+        "ours beside its peers: step, gradients and step, iteration (2 GPUs or more)",
+        480,
+        speed,
+        {"sets": ("tiny",), "rounds": 2},
     ),
 )
 """From short to long."""
@@ -116,7 +84,7 @@ class Accelerator:
     Args:
         kind: as torch names it.
         name: as its driver names it.
-        count: how many this process can use. Tests, notebooks and the overlap are on all, the rest on one.
+        count: how many this process can use. The speed is measured on all, the rest on one.
         memory_bytes: of one; None where the device does not tell.
         software: versions of the driver, of the toolkit that torch was built with, and of NCCL.
     """
@@ -135,7 +103,7 @@ class SectionResult:
     Args:
         status: MEASURED, FAILED or SKIPPED.
         why: an error, or the reason for which it was skipped; None if it was measured.
-        found: what the section's function gave; of one that failed, what is known nevertheless.
+        found: what the section's function gave; empty unless it was measured.
     """
 
     name: str
@@ -223,13 +191,11 @@ def measure(
             result.found = section.measure(device, budget, **(section.quick if report.quick else {}))
         except Skipped as reason:
             result.status, result.why = SKIPPED, str(reason)
-        except NotAllPassed as error:
-            result.status, result.why, result.found = FAILED, str(error), error.found
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
             result.status, result.why = FAILED, f"{type(error).__name__} at {where}: {error}"
-        gc.collect()  # a section's tensors must not take the memory of the next, nor of the tests' processes
+        gc.collect()  # a section's tensors must not take the memory of the next
         devices.release_memory(device)
         result.seconds = round(time.monotonic() - began, 1)
         report.sections.append(result)

@@ -129,7 +129,6 @@ class Gpu:
         self.local = threading.local()
         self.blocks: dict[int, Block] = {}
         self.allocated = self.peak = 0
-        self.sync_debug = "default"
         self.forget()
 
     def forget(self) -> None:
@@ -153,8 +152,6 @@ class Gpu:
         place = _place()
         if place:  # else torch waits by itself, within a backward
             self.waits.append(f"{why} at {place}")
-            if self.sync_debug == "error":
-                raise RuntimeError(f"called a synchronizing operation: {why} at {place}")
         self.host.join(self.current.clock if clock is None else clock)
 
     def born(self, storage: Any, home: Stream | None = None) -> None:
@@ -504,7 +501,6 @@ def _module() -> types.ModuleType:
         memory_allocated=lambda device=None: gpu.allocated,
         max_memory_allocated=lambda device=None: gpu.peak,
         reset_peak_memory_stats=lambda device=None: setattr(gpu, "peak", gpu.allocated),
-        set_sync_debug_mode=lambda mode: setattr(gpu, "sync_debug", mode),
         empty_cache=lambda: None,
     )
     return module

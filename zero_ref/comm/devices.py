@@ -175,30 +175,6 @@ def timing_events(device: torch.device) -> Iterator[Callable[[], float | None]]:
     end.record(current_stream(device))
 
 
-@contextlib.contextmanager
-def error_on_synchronization(device: torch.device) -> Iterator[bool]:
-    """Make operations in the context raise if they make the host wait for the accelerator.
-
-    The mode is the process's, so it holds in autograd's threads, too. Operations such as `.item()` raise a
-    RuntimeError; an explicit `synchronize()` of a stream or an event does not.
-
-    Yields:
-        Whether the device supports this. A CPU does not, since nothing is queued on it.
-    """
-    module = _module_of(device)
-    set_mode = getattr(module, "set_sync_debug_mode", None)
-    if not is_accelerator(device) or set_mode is None:
-        yield False
-        return
-    get_mode = getattr(module, "get_sync_debug_mode", lambda: "default")
-    before = get_mode()
-    set_mode("error")
-    try:
-        yield True
-    finally:
-        set_mode(before)
-
-
 def software_of(device: torch.device) -> dict[str, str | None]:
     """The versions of the driver, of the toolkit that torch was built with, and of NCCL."""
     toolkit = torch.version.cuda or torch.version.hip
