@@ -66,8 +66,9 @@ notebook: $(STAMP)  ## open the chapters in JupyterLab, installed into .venv the
 test: $(STAMP)  ## what each change has to pass: all parts from lint to browser; what failed stands in the table at the end
 	@$(BIN)/python tests/parts.py '$(MAKE)'
 
-# The browser's are left out where no Chromium starts, as by `make browser`.
+# The browser's are left out where no Chromium starts, as by `make browser`. nbgrader grades a class in one of them.
 thorough: $(STAMP)  ## what `make test` leaves out: further cases, random ones, other libraries' trainers; for once a day
+	@$(BIN)/python -c 'import nbgrader' 2>/dev/null || $(PIP_LOCKED) requirements/nbgrader.txt
 	$(call step,thorough tests,$(BIN)/python -m pytest -q -m 'thorough and not browser' -n 3 --dist loadfile --durations=40)
 	@test -f _build/html/index.html || $(MAKE) book
 	@$(MAKE) browser PAGES_TESTED=thorough

@@ -3,12 +3,14 @@
     make lock           # the versions stay where requirements.txt allows it
     make lock UPGRADE=1 # the newest versions that requirements.txt allows
 
-Reads requirements.txt and notebook.in, writes four files for Python 3.11 to 3.13 on Linux, macOS and Windows:
+Reads requirements.txt, notebook.in and nbgrader.in, writes five files for Python 3.11 to 3.13 on Linux,
+macOS and Windows:
 
 - locked.txt: all but torch;
 - torch.txt: torch, with the hashes of PyPI's builds and of pytorch.org's CPU builds for Linux;
 - cuda.txt: the CUDA libraries that PyPI's build of torch for Linux needs and a CPU build does not;
-- notebook.txt: JupyterLab, for `make notebook`.
+- notebook.txt: JupyterLab, for `make notebook`;
+- nbgrader.txt: nbgrader, for `make thorough`.
 
 pip installs nothing from these files whose hash is not in them, whatever index it comes from. Needs PyPI,
 which is asked through uv in an environment of its own.
@@ -63,8 +65,9 @@ def write(name: str, entries: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Write the four files."""
-    written = [HERE / name for name in ("locked.txt", "torch.txt", "cuda.txt", "notebook.txt")]
+    """Write the five files."""
+    names = ("locked.txt", "torch.txt", "cuda.txt", "notebook.txt", "nbgrader.txt")
+    written = [HERE / name for name in names]
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         venv.create(scratch / "venv", with_pip=True)
@@ -76,7 +79,10 @@ def main() -> None:
             (scratch / "all.txt").write_text("\n".join(pins))
         uv = programs / "uv"
         ours = resolve(uv, [ROOT / "requirements.txt"], scratch)
-        theirs = resolve(uv, [ROOT / "requirements.txt", HERE / "notebook.in"], scratch)
+        beside = {
+            name: resolve(uv, [ROOT / "requirements.txt", HERE / f"{name}.in"], scratch)
+            for name in ("notebook", "nbgrader")
+        }
     version = re.search(r"==(\S+)", ours["torch"])[1]
     if version not in TORCH_CPU:
         sys.exit(
@@ -87,7 +93,8 @@ def main() -> None:
     write("cuda.txt", {name: entry for name, entry in ours.items() if CUDA.match(name)})
     write("locked.txt", {n: entry for n, entry in ours.items() if n != "torch" and not CUDA.match(n)})
     # Those of ours too that are needed on more platforms than before.
-    write("notebook.txt", {name: entry for name, entry in theirs.items() if entry != ours.get(name)})
+    for name, theirs in beside.items():
+        write(f"{name}.txt", {one: entry for one, entry in theirs.items() if entry != ours.get(one)})
 
 
 if __name__ == "__main__":

@@ -274,7 +274,7 @@ def test_the_command_ends_with_2_and_writes_nothing(
 def test_an_edition_for_nobody_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         cli.main(["notebooks", str(tmp_path), "--for", "readers"])
-    with pytest.raises(ValueError, match="no edition for 'readers'; there are students, teachers"):
+    with pytest.raises(ValueError, match="no edition for 'readers'; there are students, teachers, nbgrader"):
         write_editions(NOTEBOOKS, tmp_path, "readers")  # type: ignore[arg-type]
 
 

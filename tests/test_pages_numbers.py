@@ -341,26 +341,6 @@ def test_pages_named_in_tests_are_there(page: str) -> None:
     assert (ROOT / "book" / f"{page}.md").exists()
 
 
-def test_grading_page_has_the_limits_of_an_answer_and_the_user_of_the_container(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from zero_ref import cli
-    from zero_ref_course.apart.confine import Limits
-
-    page = (ROOT / "book" / "grading.md").read_text(encoding="utf-8")
-    assert Limits() == (2 * 2**30, 120, 16 * 2**20)
-    assert "memory (2 GiB), of processor time (120 s), of the size of a file (16 MiB)" in page
-    assert "USER 65534:65534" in (ROOT / "grade.Dockerfile").read_text()
-    assert "writable for user 65534" in page
-
-    def interrupted(_: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("zero_ref_course.cli.grade._check", interrupted)
-    assert cli.main(["grade", "submissions"]) == 130
-    assert "130 after Ctrl-C" in page
-
-
 def test_running_says_what_a_checkpoint_takes() -> None:
     scenario = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 64)
     saves, loads = passages(scenario, "zero-even")

@@ -15,10 +15,8 @@ from zero_ref_course.editions import chapters_in, edition
 from zero_ref_course.predict import predict, reveal, score
 from zero_ref_course.predictions import (
     Prediction,
-    points_of,
     prediction_named,
     predictions,
-    predictions_in,
 )
 
 CHAPTERS = chapters_in(Path(__file__).parents[1] / "notebooks")
@@ -129,35 +127,7 @@ def test_a_chapter_without_predictions_has_no_score() -> None:
         score("nonsense")
 
 
-# ---------------------------------------------------------------------------------------------- collected
-
-
-def test_what_students_wrote_is_found_without_running_it() -> None:
-    sources = [
-        "predict('a.b', mine=3)\npredict('a.c')",
-        "predict('a.d', 'first')",
-        "predict('a.e', mine=1/0)",
-        "%magic\npredict('a.f', mine=2)",
-        "x = [predict('a.g', mine=-2.5)]",
-    ]
-    cells = [{"cell_type": "code", "source": source} for source in sources]
-    cells.append({"cell_type": "markdown", "source": "predict('a.h', mine=1)"})
-    assert predictions_in({"cells": cells}) == {
-        "a.b": 3,
-        "a.c": None,
-        "a.d": "first",
-        "a.e": None,
-        "a.g": -2.5,
-    }
-
-
-def test_what_is_handed_in_earns_points_and_nonsense_none() -> None:
-    asked = predictions("partition")
-    source = "predict('partition.even', mine=63)\npredict('partition.sorting', mine='17 ranks')"
-    found = points_of([{"cells": [{"cell_type": "code", "source": source}]}], asked)
-    assert list(found) == [one.name for one in asked]
-    made = {name: points for name, points in found.items() if points is not None}
-    assert made == {"partition.even": 1.0, "partition.sorting": 0.0}
+# ---------------------------------------------------------------------------------------------- handed in
 
 
 def test_an_edition_has_a_place_to_write_the_prediction() -> None:

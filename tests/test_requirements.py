@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-INSTALLED = ["locked.txt", "torch.txt", "cuda.txt", "notebook.txt"]
+INSTALLED = ["locked.txt", "torch.txt", "cuda.txt", "notebook.txt", "nbgrader.txt"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PIN = re.compile(r"^([\w.-]+)==(\S+)")
 
@@ -38,7 +38,7 @@ def test_every_package_that_is_installed_has_one_version_and_hashes(name: str) -
 
 def test_what_is_installed_is_what_the_readable_lists_say() -> None:
     locked = {package for name in INSTALLED for package in entries(name)}
-    for source in ("requirements.txt", "requirements/notebook.in"):
+    for source in ("requirements.txt", "requirements/notebook.in", "requirements/nbgrader.in"):
         asked = [pin[0] for line in (ROOT / source).read_text().splitlines() if (pin := PIN.match(line))]
         assert asked
         assert set(asked) <= locked, f"{source} was changed: run `make lock`"

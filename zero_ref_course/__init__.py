@@ -16,8 +16,8 @@ send it to ranks inside any function that runs there: `on_ranks` of `_company` h
 An exercise registered with `draws=` has a picture: the grader hands what it found and what is right to
 `answer.shows`, and in a notebook `check` draws both.
 
-`notebook.check_notebook` grades a whole notebook file, `submissions.grade_submissions` those of a class.
-There each answer has a process of its own (`isolated`), which the grader need not trust.
+`notebook.check_notebook` grades a whole notebook file, `grading.grade_class` those of a class. There each
+answer is checked in a process of its own.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class StillTheStub(_Short, NotImplementedError):
 # ------------------------------------------------------------------------------------------- for readers
 
 
-def check(name: str, answer: Callable[..., Any]) -> None:
+def check(name: str, answer: Callable[..., Any], seed: int = 0) -> None:
     """Grade an answer and print how it went; silence never means success.
 
     In a notebook some checks also draw the answer beside the right one, whether it passes or not.
@@ -97,6 +97,7 @@ def check(name: str, answer: Callable[..., Any]) -> None:
     Args:
         name: of the exercise, chapter first: one of `exercises()`.
         answer: the function itself, not a value that it returned.
+        seed: of further cases that are drawn from it; 0 for none.
     Raises:
         ExerciseFailed: the answer is wrong, raises or does not end; says which call showed it.
         StillTheStub: the function still raises NotImplementedError.
@@ -105,7 +106,7 @@ def check(name: str, answer: Callable[..., Any]) -> None:
     __tracebackhide__ = True
     given = Answer(answer) if callable(answer) and not isinstance(answer, Answer) else answer
     try:
-        line = grade(name, given)
+        line = grade(name, given, seed)
     except ExerciseFailed:
         _show_in_notebook(name, given, passed=False)
         raise
@@ -146,16 +147,13 @@ def exercises() -> list[str]:
     return list(_registered)
 
 
-def forbidden_in(name: str) -> tuple[str, ...]:
-    """The functions that an answer to an exercise may not call.
+def function_of(name: str) -> str:
+    """Return what the function is called that an exercise in `exercises()` asks for.
 
-    >>> forbidden_in("stages.break_even")
-    ('zero_ref.simulator.play.play', 'zero_ref.simulator.which.tokens_to_hide')
-
-    Raises:
-        ValueError: there is no such exercise.
+    >>> function_of("partition.even_split"), function_of("step.step_in_slices")
+    ('even_split', 'step')
     """
-    return _exercise_named(name).forbids
+    return _exercise_named(name).function
 
 
 def draws_a_picture(name: str) -> bool:
@@ -180,7 +178,7 @@ class _Exercise(NamedTuple):
     seconds: float
     may_return_none: bool
     on_ranks: bool
-    forbids: tuple[str, ...]
+    function: str
     draws: Callable[..., Drawing] | None
 
 
@@ -193,7 +191,7 @@ def exercise(
     seconds: float = 5.0,
     may_return_none: bool = False,
     on_ranks: bool = False,
-    forbids: tuple[str, ...] = (),
+    function: str = "",
     draws: Callable[..., Drawing] | None = None,
 ) -> Callable[[Grader], Grader]:
     """Register a grader. It is given an `Answer`, asserts, and returns the line that is printed on success.
@@ -204,13 +202,13 @@ def exercise(
         seconds: that one call of the answer may take, times `patience()`.
         may_return_none: the answer works in place, so None is not a forgotten `return`.
         on_ranks: the grader starts real ranks; its tests then run one after another.
-        forbids: functions that the task asks the reader to write, "zero_ref.plan.rules.sorted_greedy": an
-            answer that is graded in a process of its own cannot call them.
+        function: what the reader's function is called, where that is not the exercise's own name.
         draws: makes a picture of what the grader hands to `Answer.shows`; one of `_pictures`.
     """
 
     def register(grader: Grader) -> Grader:
-        _registered[name] = _Exercise(grader, seconds, may_return_none, on_ranks, forbids, draws)
+        called = function or name.partition(".")[2]
+        _registered[name] = _Exercise(grader, seconds, may_return_none, on_ranks, called, draws)
         return grader
 
     return register
@@ -314,10 +312,9 @@ def grade(name: str, answer: object, seed: int = 0) -> str:
         raise RuntimeError("graders use assert, which `python -O` leaves out: run Python without -O.")
     found = _exercise_named(name)
     if not callable(answer):
-        function = name.partition(".")[2]
         raise ExerciseFailed(
             f"check was given {shown(answer)}. It takes the function itself, with no parentheses "
-            f'after its name: check("{name}", {function}).'
+            f'after its name: check("{name}", {found.function}).'
         )
     given = answer if isinstance(answer, Answer) else Answer(answer)
     try:

@@ -6,78 +6,31 @@ exact in whatever order they are made, and all comparisons are bit for bit.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam
 
-from zero_ref.lab.own import CLASS, load_own
+from zero_ref.lab.own import CLASS
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.rules import sorted_greedy
-from zero_ref_course import Answer
 from zero_ref_course._company import Company, NotYet, OnAllRanks, alike, gathered
-from zero_ref_course._own_apart import ApartZero, OwnApart
-from zero_ref_course.apart.own import Driver
+from zero_ref_course._own import OwnFile
 from zero_ref_course.step import Ages, _age, _check_ages
 
 Shapes = Sequence[tuple[int, ...]]
-Own = str | OwnApart
-"""The reader's file: its path, or what stands for a file that is run apart."""
-
 STEPS = 3
 LR = 0.1
 CALL = f"{CLASS}(params, Adam, lr={LR})"
 BACKWARD_AND_STEP = f"a backward and {CLASS}.step()"
 
 
-class OwnHere:
-    """The reader's file, run in this process: as `OwnApart.opened`, which runs it in another."""
-
-    def __init__(self, path: str) -> None:
-        self._driver = Driver(vars(load_own(path)))
-        self._params: list[nn.Parameter] = []
-        self.arguments = self._driver.arguments
-        self.after_hook: Callable[[], object] | None = None
-        self.given_again = False
-
-    def function(self, name: str) -> Answer | None:
-        """A function of the file; None if there is none."""
-        found = self._driver.names.get(name)
-        return None if found is None else Answer(found)
-
-    def make(
-        self, params: list[nn.Parameter], optimizer_class: type[Optimizer], call: str, **options: Any
-    ) -> Any:
-        """Make the reader's optimizer of these parameters."""
-        self._params = params
-        self.given_again, _, _ = self._driver.make(params, optimizer_class, options)
-        return self._driver.mine
-
-    def backward(
-        self, coefficients: Sequence[torch.Tensor], without: Sequence[int], measures: bool
-    ) -> list[int]:
-        """A backward in which the parameters have these gradients; `Driver.backward` says what it gives."""
-        return self._driver.backward(
-            list(coefficients), list(without), self.after_hook, measures, self._params
-        )
-
-
 def _laid_out_by_columns(value: torch.Tensor) -> torch.Tensor:
     """The same values; a matrix has the strides of a transposed one."""
     return value.t().contiguous().t() if value.dim() == 2 else value
-
-
-def opened(own: Own) -> OwnHere | ApartZero:
-    """Run the reader's file, here or apart.
-
-    Raises:
-        BaseException: what its own lines raise.
-    """
-    return own.opened() if isinstance(own, OwnApart) else OwnHere(own)
 
 
 class Beside:
@@ -89,9 +42,8 @@ class Beside:
     Collective: all ranks.
     """
 
-    def __init__(self, path: Own, shapes: Shapes, dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        self.seed = path.seed if isinstance(path, OwnApart) else 0
-        generator = torch.Generator().manual_seed(self.seed)
+    def __init__(self, path: str, shapes: Shapes, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
         self.start = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         self.start = [_laid_out_by_columns(value) for value in self.start]
         self.params = [nn.Parameter(value.clone()) for value in self.start]
@@ -100,18 +52,18 @@ class Beside:
         self.owners = list(
             sorted_greedy([value.numel() for value in self.start], self.world_size).owner_of_param
         )
-        self.company = Company(os.fspath(path))
+        self.company = Company(path)
         extra = "".join(f", {name}={value}" for name, value in options.items())
         call = CALL[:-1] + extra + ")"
         with self.company.running(f"loading {CLASS}"):
-            self.own = opened(path)
+            self.own = OwnFile(path)
         if (arguments := self.own.arguments()) is None:
             raise NotYet(f"the file has no class {CLASS}.")
         for name in options:
             if name not in arguments:
                 raise NotYet(f"{CLASS}.__init__ has no argument `{name}`.")
         with self.company.running(call):
-            self.mine = self.own.make(self.params, Adam, call, lr=LR, **options)
+            self.mine = self.own.make(self.params, Adam, lr=LR, **options)
         self.reduces = hasattr(self.mine, "reduce")
         self.package = ZeroRedundancyOptimizer(self.twins, Adam, lr=LR, **options)
         self.values_of_twins = [[value.clone()] for value in self.start]  # the newest first
@@ -147,7 +99,7 @@ class Beside:
         if of_rank is None:
             of_ranks = zip(*(self.gradients(step, rank) for rank in range(self.world_size)), strict=True)
             return [torch.stack(each).sum(0) / self.world_size for each in of_ranks]
-        generator = torch.Generator().manual_seed(self.seed + 100 * step + of_rank)
+        generator = torch.Generator().manual_seed(100 * step + of_rank)
         return [
             6.0 * torch.randint(-10, 11, value.shape, generator=generator).to(value.dtype)
             for value in self.start
@@ -169,7 +121,7 @@ class Beside:
         """On this rank's own gradients: the reader's hooks average them.
 
         Returns:
-            If it measures: what `Driver.backward` says.
+            If it measures: what `OwnFile.backward` says.
         """
         return self.own.backward(self.gradients(step, self.rank), without, measures)
 

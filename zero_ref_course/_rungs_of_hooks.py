@@ -8,7 +8,7 @@ import torch
 
 from zero_ref.lab.own import CLASS
 from zero_ref.shard.buckets import flat_like
-from zero_ref_course._beside import BACKWARD_AND_STEP, STEPS, Beside, Own, Shapes
+from zero_ref_course._beside import BACKWARD_AND_STEP, STEPS, Beside, Shapes
 from zero_ref_course._company import NotYet, alike, gathered
 
 NO_HOOK = (
@@ -27,7 +27,7 @@ class ReducesMeanwhile(NotYet):
     """Backward goes on while gradients are reduced, and the update is left to step."""
 
 
-def to_owners(path: Own, shapes: Shapes) -> None:
+def to_owners(path: str, shapes: Shapes) -> None:
     """Averages on owners, no all-reduce, and no gradient kept of what others own."""
     beside = Beside(path, shapes)
     beside.needs("step", "reduce")
@@ -137,7 +137,7 @@ def _gradient_of(piece: torch.Tensor, beside: Beside, backwards: Sequence[int]) 
     return f"{what} not the average over the ranks."
 
 
-def shards(path: Own, shapes: Shapes) -> tuple[int, int]:
+def shards(path: str, shapes: Shapes) -> tuple[int, int]:
     """After several backwards a rank has the averages of its equal share, and no memory of other gradients.
 
     Returns:
@@ -208,7 +208,7 @@ def _check_held(beside: Beside, held: Sequence[int]) -> None:
             )
 
 
-def in_backward(path: Own, shapes: Shapes) -> int:
+def in_backward(path: str, shapes: Shapes) -> int:
     """Updates made while backward runs, from the first iteration on; gives the number of parameters.
 
     Raises:

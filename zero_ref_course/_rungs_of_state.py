@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zero_ref.lab.own import CLASS
-from zero_ref_course._beside import Beside, Own, Shapes
+from zero_ref_course._beside import Beside, Shapes
 from zero_ref_course._company import alike, gathered
 
 MANY_STEPS = 24  # of updates far smaller than the gap between two 16-bit values
@@ -15,7 +15,7 @@ MANY_STEPS = 24  # of updates far smaller than the gap between two 16-bit values
 NOT_THE_VALUE = "is not what the unsharded optimizer has there"
 
 
-def saved(path: Own, shapes: Shapes, **options: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def saved(path: str, shapes: Shapes, **options: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Two steps, then the state, compared with the package's on every rank; and the parameters."""
     dtype = torch.bfloat16 if options else torch.float32
     beside = Beside(path, shapes, dtype, **options)
@@ -65,7 +65,7 @@ def _wrong_state(mine: Any, plain: dict[str, Any]) -> str:
 
 
 def resumed(
-    path: Own, shapes: Shapes, state: dict[str, Any], params: list[torch.Tensor], **options: Any
+    path: str, shapes: Shapes, state: dict[str, Any], params: list[torch.Tensor], **options: Any
 ) -> None:
     """Load the state, make two steps more, and compare with the package, which loads it too."""
     beside = Beside(path, shapes, params[0].dtype, **options)
@@ -90,7 +90,7 @@ def resumed(
             )
 
 
-def masters(path: Own, shapes: Shapes) -> None:
+def masters(path: str, shapes: Shapes) -> None:
     """16-bit parameters, 32-bit masters on their owners."""
     beside = Beside(path, shapes, torch.bfloat16, master_dtype=torch.float32)
     beside.needs("step")

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 
 from zero_ref.lab.own import CLASS
 from zero_ref_course import ExerciseFailed, StillTheStub, grade
-from zero_ref_course._beside import LR, STEPS, Beside, Own, Shapes, opened
+from zero_ref_course._beside import LR, STEPS, Beside, Shapes
 from zero_ref_course._company import Company, NotYet, OnAllRanks, alike, gathered
+from zero_ref_course._own import OwnFile
 
 
-def owners(path: Own) -> str:
+def owners(path: str) -> str:
     """The rule of chapter 3, with its exercise's grader."""
-    company = Company(os.fspath(path))
+    company = Company(path)
     with company.running("loading the file"):
-        rule = opened(path).function("assign_owners")
+        rule = OwnFile(path).function("assign_owners")
     if rule is None:
         raise NotYet("the file has no function assign_owners(numels, world_size).")
     sizes, world_size = [6, 5, 4, 4, 1], dist.get_world_size()
@@ -35,7 +34,7 @@ def owners(path: Own) -> str:
         raise OnAllRanks(str(error)) from None
 
 
-def step(path: Own, shapes: Shapes) -> None:
+def step(path: str, shapes: Shapes) -> None:
     """Values bit for bit, and state on the owner alone."""
     beside = Beside(path, shapes)
     beside.needs("step")
@@ -59,7 +58,7 @@ def step(path: Own, shapes: Shapes) -> None:
             )
 
 
-def buckets(path: Own, shapes: Shapes) -> tuple[int, int]:
+def buckets(path: str, shapes: Shapes) -> tuple[int, int]:
     """One message for each rank that owns something, and no copies; gives messages and parameters."""
     beside = Beside(path, shapes)
     beside.needs("step")
@@ -102,7 +101,7 @@ def buckets(path: Own, shapes: Shapes) -> tuple[int, int]:
     return sent, len(shapes)
 
 
-def options(path: Own, shapes: Shapes) -> None:
+def options(path: str, shapes: Shapes) -> None:
     """A schedule reaches the update, frozen parameters stay, and all gradients are forgotten."""
     beside = Beside(path, shapes)
     beside.needs("step", "param_groups", "zero_grad")

@@ -38,10 +38,7 @@ class Before(NamedTuple):
     requires_grad: bool
 
 
-@exercise(
-    "buckets.flatten",
-    forbids=("zero_ref.shard.buckets.flatten_parameters", "zero_ref.stairs.buckets.flatten"),
-)
+@exercise("buckets.flatten")
 def flatten(answer: Answer) -> str:
     """Parameters become windows of one tensor and stay what they were."""
     tried = 0
@@ -196,17 +193,7 @@ PAIRS = Form(
 )
 
 
-@exercise(
-    "buckets.calls",
-    on_ranks=True,
-    forbids=(
-        "zero_ref.simulator.schedule.schedule",
-        "zero_ref.simulator.schedule.calls_of_rank",
-        "zero_ref.simulator.schedule.broadcasts_of_buckets",
-        "zero_ref.simulator.schedule.broadcasts_of_slices",
-        "zero_ref.shard.buckets.broadcast_messages",
-    ),
-)
+@exercise("buckets.calls", on_ranks=True)
 def calls(answer: Answer) -> str:
     """The broadcasts of a step, as real ranks record them, with and without flat tensors."""
     steps = 0

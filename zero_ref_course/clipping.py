@@ -87,14 +87,7 @@ OWNED: list[list[Gradients]] = [
 NORM_TYPES = [2.0, 1.0, 3.0, math.inf]
 
 
-@exercise(
-    "clipping.global_norm",
-    on_ranks=True,
-    forbids=(
-        "zero_ref.clip.grad_norm.get_total_norm",
-        "zero_ref.clip.grad_norm.clip_grad_norm_",
-    ),
-)
+@exercise("clipping.global_norm", on_ranks=True)
 def global_norm(answer: Answer) -> str:
     """The norm of all ranks' gradients, on virtual ranks and once on real ones, beside torch's."""
     for gradients in OWNED + answer.drawn(_drawn_gradients, 3):

@@ -1,8 +1,10 @@
-"""The chapters for a course: what `zero-ref notebooks FOLDER --for students` writes, and `--for teachers`.
+"""The chapters for a course: what `zero-ref notebooks FOLDER --for students` writes, and the other editions.
 
 Both editions are made from the book's own notebooks, which have a stub, a check and a solution for each
 exercise. The book skips the check when it is built; in an edition it runs, so that running the notebook
 grades it. The text has in it what only the book's pages add: captions, and the numbers of equations.
+
+The edition for nbgrader is the students', with the metadata that `nbgrader generate_assignment` asks for.
 """
 
 from __future__ import annotations
@@ -18,17 +20,20 @@ from zero_ref_course import CHAPTERS
 from zero_ref_course.notebook import read_notebook
 from zero_ref_course.plain import numbers_in, plain
 
-Audience = Literal["students", "teachers"]
+Audience = Literal["students", "teachers", "nbgrader"]
 
 PREDICT = re.compile(r'(predict\("[\w.]+")\)')
 """A cell that asks for a prediction."""
+
+TO_WRITE = re.compile(r"^( *)raise NotImplementedError.*$", re.MULTILINE)
+"""The line of a stub in whose place an answer comes."""
 
 NOT_RUN = {"skip-execution", "nbval-skip"}
 """The tags that keep a check from running: the first for Jupyter Book, the second for nbval."""
 
 
-def edition(notebook: dict[str, Any], audience: Audience) -> dict[str, Any]:
-    """One edition of a chapter: for students the stubs alone, for teachers the solutions in their place.
+def edition(notebook: dict[str, Any], audience: Audience, seed: int = 0) -> dict[str, Any]:
+    """Return one edition of a chapter: the stubs alone, or for teachers the solutions in their place.
 
     The checks run in both, and there are no outputs. Cell ids and all other cells stay, so
     `zero-ref check` finds the exercises of an edition as it does those of the chapter.
@@ -44,6 +49,7 @@ def edition(notebook: dict[str, Any], audience: Audience) -> dict[str, Any]:
 
     Args:
         notebook: what is in the file, with cells tagged as CONTRIBUTING.md says. It is left as it is.
+        seed: for nbgrader: each check has a hidden test, of cases drawn from the seed; 0 for none.
     Raises:
         ValueError: an exercise and its solution do not follow each other, or the stub is not blank.
     """
@@ -78,13 +84,45 @@ def edition(notebook: dict[str, Any], audience: Audience) -> dict[str, Any]:
         cells.append(cell)
     _expect_no(stub)
     made["cells"] = cells
+    if audience == "nbgrader":
+        for cell in cells:
+            _mark_for_nbgrader(cell, seed)
     return made
 
 
+def _mark_for_nbgrader(cell: dict[str, Any], seed: int) -> None:
+    """Make a stub a solution of nbgrader's, and a check a test that is worth a point."""
+    tags, source = cell["metadata"].get("tags", []), "".join(cell["source"])
+    is_answer = "exercise" in tags
+    if not is_answer and "check" not in tags:
+        return
+    if is_answer:
+        # generate_assignment puts its own stub in place of what is between these two lines.
+        cell["source"] = TO_WRITE.sub(r"\1### BEGIN SOLUTION\n\g<0>\n\1### END SOLUTION", source)
+    elif seed:
+        hidden = source.rstrip().removesuffix(")") + f", seed={seed})"
+        cell["source"] = f"{source.rstrip()}\n### BEGIN HIDDEN TESTS\n{hidden}\n### END HIDDEN TESTS"
+    cell["metadata"]["nbgrader"] = {
+        "schema_version": 3,
+        "cell_type": "code",
+        "grade_id": cell["id"],
+        "solution": is_answer,
+        "grade": not is_answer,
+        "locked": not is_answer,
+        "task": False,
+    }
+    if not is_answer:
+        cell["metadata"]["nbgrader"]["points"] = 1
+
+
 def write_editions(
-    source: str | Path, folder: str | Path, audience: Audience, chapters: Sequence[str] = ()
+    source: str | Path,
+    folder: str | Path,
+    audience: Audience,
+    chapters: Sequence[str] = (),
+    seed: int = 0,
 ) -> list[Path]:
-    """Write one edition of the chapters to a folder, which is made if there is none; gives the new files.
+    """Write one edition of the chapters to a folder, which is made if there is none; return the new files.
 
     Nothing is written unless all of it can be made.
 
@@ -92,6 +130,7 @@ def write_editions(
         source: the folder with the book's notebooks.
         folder: new or empty.
         chapters: which ones, each by its number or its name: `["3", "step"]`. None named: all.
+        seed: as in `edition`.
     Raises:
         OSError: a file cannot be read or written.
         ValueError: there is no such audience or chapter, the folder is not empty, `source` has no
@@ -110,7 +149,7 @@ def write_editions(
     texts: dict[str, str] = {}
     for path in chosen:
         try:
-            made = plain(edition(book[path], audience), numbers)
+            made = plain(edition(book[path], audience, seed), numbers)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         texts[path.name] = json.dumps(made, indent=1, ensure_ascii=False) + "\n"  # as Jupyter writes it

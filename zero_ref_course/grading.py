@@ -1,170 +1,153 @@
-"""Grade what a class hands in: which exercises there are, where a student's answers are, how each one went.
+"""Grade the notebooks of a class: what `zero-ref grade FOLDER` does.
 
-The book's own notebooks say which exercises there are, so nothing that a student renames or deletes changes
-that. Of a submission only the cells of answers and of imports are used, and they run in processes of their
-own (`isolated`). `submissions` reads a folder of a class; `marks` writes what comes out.
+    for row in grade_class("submissions", seed=2026):
+        print(row.file, row.exercise, row.status)
+
+The registered exercises say what there is to grade, whatever a student has deleted or renamed, and a cell is
+found by its id. Each answer is checked in a process of its own, with a time-out, as `notebook.grade_alone`
+says. The process has the rights of whoever grades: answers that may be hostile belong in a container.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+import csv
+import io
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from zero_ref.lab.own import CLASS
-from zero_ref_course import ExerciseFailed, StillTheStub, forbidden_in, grade
-from zero_ref_course._own_apart import OwnApart
-from zero_ref_course.apart import ASKED_FOR
-from zero_ref_course.editions import chapters_in
-from zero_ref_course.isolated import Cells, Nursery, modules_in
-from zero_ref_course.notebook import exercises_in, tags_of
-from zero_ref_course.rungs import RUNGS, check_rung
-
-Status = Literal["passed", "failed", "hidden cases failed", "not started", "missing"]
+from zero_ref.lab._arguments import printable
+from zero_ref_course import exercises, function_of
+from zero_ref_course.notebook import ExerciseCells, grade_alone, read_notebook
 
 
-OF_OWN = "my_zero."
-"""What the names of the rungs of `my_zero.py` begin with, among exercises."""
-
-WRAPS = "so it wraps an optimizer of others, and this one is to be your own"
-"""Said of a `my_zero.py` in place of `ASKED_FOR`."""
-
-AS_STATUS: dict[str, Status] = {"holds": "passed", "FAILED": "failed", "not yet": "not started"}
-
-
-class Assigned(NamedTuple):
-    """An exercise as the book has it: chapter, name, the function that it asks for, the chapter's imports."""
-
-    chapter: str
-    exercise: str
-    function: str
-    setup: str
-
-
-class Verdict(NamedTuple):
-    """How an answer went.
+class Row(NamedTuple):
+    """How one exercise of one notebook went.
 
     Args:
-        message: what the check says; of hidden cases it is for the teacher, because it has their inputs.
+        file: the notebook, by its path in the folder of the class: two students of one name have two paths.
+        exercise: "partition.even_split"; empty where the file as a whole cannot be graded.
+        status: as a `Verdict` has it. "missing": no cell has the exercise's id. "unreadable": the file is no
+            notebook, or has no exercise of the book.
+        message: what the check says. The message of a hidden case has its input.
     """
 
-    status: Status
+    file: str
+    exercise: str
+    status: Literal["passed", "hidden cases failed", "failed", "not started", "missing", "unreadable"]
     message: str
 
-    def share(self, hidden_share: float) -> float:
-        """Of the points, where the hidden cases have `hidden_share` of them.
 
-        >>> Verdict("hidden cases failed", "").share(hidden_share=0.5)
-        0.5
-        """
-        return {"passed": 1.0, "hidden cases failed": 1.0 - hidden_share}.get(self.status, 0.0)
+def grade_class(
+    folder: str | os.PathLike[str], *, seed: int = 0, seconds: float = 120.0, workers: int = 2
+) -> Iterator[Row]:
+    """Grade all notebooks in a folder and in the folders inside it, in the order of their paths.
 
-
-def assigned_in(source: str | Path, chapters: Sequence[str] = ()) -> list[Assigned]:
-    """The exercises of chapters, in the book's order.
-
-    >>> [one.function for one in assigned_in("notebooks", ["3"])]                        # doctest: +SKIP
-    ['largest_first', 'even_split', 'adversary']
+    Of each chapter of which a notebook has an exercise, all exercises count.
 
     Args:
-        source: the folder with the book's notebooks.
-        chapters: each by its number or its name; none named: all.
+        seed: of hidden cases; 0 for none. The statuses of one class are comparable with one seed.
+        seconds: for one exercise, times `patience()`.
+        workers: exercises that are checked at the same time.
     Raises:
-        OSError, ValueError: as `chapters_in`, or a notebook cannot be read.
+        OSError: the folder cannot be read.
+        ValueError: there are no notebooks in it.
     """
-    return [
-        Assigned(path.stem, cells.exercise, cells.function, cells.setup)
-        for path in chapters_in(source, chapters)
-        for cells in exercises_in(path)
-    ]
-
-
-def rungs_up_to(last: str) -> list[Assigned]:
-    """The rungs of `my_zero.py` as exercises.
-
-    >>> [one.exercise for one in rungs_up_to("step")]
-    ['my_zero.owners', 'my_zero.step']
-
-    Raises:
-        ValueError: there is no such rung.
-    """
-    if last not in RUNGS:
-        raise ValueError(f"there is no rung {last!r}; there are {', '.join(RUNGS)}.")
-    names = list(RUNGS)[: list(RUNGS).index(last) + 1]
-    return [Assigned("my_zero", f"{OF_OWN}{name}", CLASS, "") for name in names]
-
-
-def cells_of_own(source: str) -> Cells:
-    """A student's `my_zero.py` as an answer, which may use nothing of the package."""
-    return Cells((), source, CLASS, ("zero_ref",))
-
-
-def modules_of(assigned: Iterable[Assigned]) -> list[str]:
-    """What the chapters import, for a `Nursery`."""
-    return modules_in("\n".join({one.setup for one in assigned}))
-
-
-def answer_in(notebook: dict[str, Any], wanted: Assigned) -> Cells | None:
-    """A student's answer to an exercise; None where no cell defines its function.
-
-    The last cell counts that is tagged `exercise` and defines the function, else the last one that defines
-    it, whatever its tags, its place and its check have become.
-    """
-    cell = answer_cell_in(notebook, wanted)
-    if cell is None:
-        return None
-    first = _own_code(notebook)[0]
-    is_setup = first is not cell and not {"exercise", "check"} & {*tags_of(first)}
-    own = [_source(first)] if is_setup and _source(first) != wanted.setup else []
-    return Cells((wanted.setup, *own), _source(cell), wanted.function, forbidden_in(wanted.exercise))
-
-
-def answer_cell_in(notebook: dict[str, Any], wanted: Assigned) -> dict[str, Any] | None:
-    """The cell of a notebook that has a student's answer, as `answer_in` finds it."""
-    defines = re.compile(
-        rf"^(?:(?:async )?def {wanted.function}\b|class {wanted.function}\b|{wanted.function}\s*[:=])",
-        re.MULTILINE,
-    )
-    found = [
-        cell for cell in _own_code(notebook) if "check" not in tags_of(cell) and defines.search(_source(cell))
-    ]
-    tagged = [cell for cell in found if "exercise" in tags_of(cell)]
-    return (tagged or found)[-1] if found else None
-
-
-def _own_code(notebook: dict[str, Any]) -> list[dict[str, Any]]:
-    code = (cell for cell in notebook["cells"] if cell["cell_type"] == "code")
-    return [cell for cell in code if "install" not in tags_of(cell)]
-
-
-def _source(cell: dict[str, Any]) -> str:
-    return "".join(cell["source"])
-
-
-def judge(nursery: Nursery, exercise: str, cells: Cells, seed: int) -> Verdict:
-    """How an answer does in the cases that everybody knows, and in those of the seed, if it is not 0."""
-    verdict = _judge(nursery, exercise, cells, seed)  # the known cases are among them
-    if seed == 0 or verdict.status != "failed":
-        return verdict
-    known = _judge(nursery, exercise, cells, 0)
-    return Verdict("hidden cases failed", verdict.message) if known.status == "passed" else known
-
-
-def _judge(nursery: Nursery, exercise: str, cells: Cells, seed: int) -> Verdict:
-    if exercise.startswith(OF_OWN):
-        own = OwnApart(nursery.room(cells.forbids), cells.source, seed)
-        result = check_rung(exercise.removeprefix(OF_OWN), own)
-        return Verdict(AS_STATUS[result.state], result.message.replace(ASKED_FOR, WRAPS))
-    try:
-        answer = nursery.answer(cells)
+    folder = Path(os.path.realpath(folder))
+    files = _notebooks_in(folder)
+    if not files:
+        raise ValueError(f"there are no notebooks in {folder}.")
+    with ThreadPoolExecutor(workers) as pool:
+        rows: list[Row | Future[Row]] = []
+        for path in files:
+            file = str(path.relative_to(folder))
+            try:
+                answers = answers_in(read_notebook(path))
+            except (OSError, ValueError, RecursionError) as error:
+                rows.append(Row(file, "", "unreadable", str(error).removeprefix(str(path)).strip()))
+                continue
+            if not answers:
+                rows.append(Row(file, "", "unreadable", "no cell of it has the id of an exercise."))
+            for exercise, cells in answers.items():
+                if cells is None:
+                    missing = f"no cell has the id {cell_id(exercise)!r}."
+                    rows.append(Row(file, exercise, "missing", missing))
+                else:
+                    rows.append(pool.submit(_row, file, cells, path.parent, seconds, seed))
         try:
-            return Verdict("passed", grade(exercise, answer, seed))
-        finally:
-            answer.end()
-    except StillTheStub as error:
-        return Verdict("not started", str(error))
-    except ExerciseFailed as error:
-        return Verdict("failed", str(error))
-    except Exception as error:
-        return Verdict("failed", f"the check itself failed: {type(error).__name__}: {error}")
+            for row in rows:
+                yield row.result() if isinstance(row, Future) else row
+        finally:  # after Ctrl-C no further exercise is begun
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _notebooks_in(folder: Path) -> list[Path]:
+    """Return all notebooks but those in hidden folders, where Jupyter keeps copies.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    os.listdir(folder)  # rglob finds nothing in a folder that cannot be read
+    found = sorted(folder.rglob("*.ipynb"))
+    return [path for path in found if not any(part[0] == "." for part in path.relative_to(folder).parts)]
+
+
+def _row(file: str, cells: ExerciseCells, folder: Path, seconds: float, seed: int) -> Row:
+    return Row(file, cells.exercise, *grade_alone(cells, folder, seconds, seed))
+
+
+def cell_id(exercise: str, part: str = "stub") -> str:
+    """Return the id of a cell of an exercise.
+
+    >>> cell_id("partition.even_split"), cell_id("partition.even_split", "check")
+    ('even-split-stub', 'even-split-check')
+    """
+    return f"{exercise.partition('.')[2].replace('_', '-')}-{part}"
+
+
+def answers_in(notebook: dict[str, Any]) -> dict[str, ExerciseCells | None]:
+    """Return the answers in a notebook by exercise; None for one that is missing.
+
+    Of a chapter of which one exercise is there, all are in the result.
+
+    >>> cell = {"cell_type": "code", "id": "even-split-stub", "metadata": {}, "source": "even_split = sum"}
+    >>> {name: cells and cells.stub for name, cells in answers_in({"cells": [cell]}).items()}
+    {'partition.largest_first': None, 'partition.even_split': 'even_split = sum', 'partition.adversary': None}
+    """
+    sources = {
+        _id_of(cell): "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"
+    }
+    chapters = {name.partition(".")[0] for name in exercises() if cell_id(name) in sources}
+    answers: dict[str, ExerciseCells | None] = {}
+    for name in exercises():
+        if name.partition(".")[0] in chapters:
+            source = sources.get(cell_id(name))
+            answers[name] = (
+                None
+                if source is None
+                else ExerciseCells(
+                    name, function_of(name), setup=sources.get("setup", ""), stub=source, solution=""
+                )
+            )
+    return answers
+
+
+def _id_of(cell: dict[str, Any]) -> str:
+    """Return the id that the book gave to a cell. Colab keeps it in the metadata."""
+    return str(cell.get("id") or cell["metadata"].get("id", ""))
+
+
+def as_csv(rows: Iterable[Row]) -> str:
+    """Return a table with a line for each row. What is not printable in names and messages is escaped.
+
+    >>> print(as_csv([Row("ada.ipynb", "partition.even_split", "missing", "no cell ...")]), end="")
+    file,exercise,status,message
+    ada.ipynb,partition.even_split,missing,no cell ...
+    """
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(Row._fields)
+    writer.writerows([printable(field) for field in row] for row in rows)
+    return table.getvalue()

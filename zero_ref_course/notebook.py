@@ -1,7 +1,8 @@
 """Grade a whole notebook as it stands in its file: what `zero-ref check notebooks/03_partition.ipynb` does.
 
 Each exercise runs by itself, in a process of its own: the notebook's cell of imports, the cell with the
-reader's function, the check. A cell that fails, hangs or ends its process harms no other exercise.
+reader's function, the check. A cell that fails, hangs or ends its process harms no other exercise. So are
+the notebooks of a class graded, by `grading`.
 
 It runs code from the file with the rights of whoever calls it: open only notebooks that you would run.
 """
@@ -19,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import zero_ref
 from zero_ref.lab.patience import patience
@@ -50,6 +51,17 @@ class ExerciseCells(NamedTuple):
         return namespace[self.function]
 
 
+class Verdict(NamedTuple):
+    """How an answer went, and what the check says of it.
+
+    Args:
+        status: "hidden cases failed": it is right in the cases that everybody can read.
+    """
+
+    status: Literal["passed", "hidden cases failed", "failed", "not started"]
+    message: str
+
+
 class ExerciseResult(NamedTuple):
     """How one exercise of a notebook went."""
 
@@ -70,11 +82,9 @@ def check_notebook(path: str | Path, seconds: float = 120.0) -> list[ExerciseRes
         OSError: the file cannot be read.
         ValueError: it is not a notebook.
     """
-    notebook, seconds = Path(os.path.realpath(path)), seconds * patience()
-    return [
-        ExerciseResult(cells.exercise, *_grade_alone(notebook, number, seconds))
-        for number, cells in enumerate(exercises_in(path))
-    ]
+    folder = Path(os.path.realpath(path)).parent  # where Jupyter runs it
+    verdicts = [(cells.exercise, grade_alone(cells, folder, seconds)) for cells in exercises_in(path)]
+    return [ExerciseResult(name, one.status == "passed", one.message) for name, one in verdicts]
 
 
 def exercises_in(path: str | Path) -> list[ExerciseCells]:
@@ -142,33 +152,42 @@ def _run_cell(source: str, name: str, namespace: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------- a process for each
 
 
-def _grade_alone(notebook: Path, number: int, seconds: float) -> tuple[bool, str]:
-    """Whether the exercise of that number passed, and what there is to say."""
-    with tempfile.TemporaryDirectory(prefix="zero_ref-check-") as folder:
-        result, errors = Path(folder, "result.json"), Path(folder, "errors.txt")
-        arguments = [str(notebook), str(number), str(result)]
+def grade_alone(cells: ExerciseCells, folder: Path, seconds: float, seed: int = 0) -> Verdict:
+    """Check the answer in `cells.stub` in a process of its own.
+
+    A pass is what the check has written into a file, in a process that then ends. An answer that ends the
+    process, never ends, or prints anything does not pass.
+
+    Args:
+        folder: the one in which the answer runs.
+        seconds: for all of it, the start of the process included, times `patience()`; then it is ended.
+        seed: of hidden cases, which are tried too; 0 for none.
+    """
+    seconds *= patience()
+    with tempfile.TemporaryDirectory(prefix="zero_ref-check-") as scratch:
+        result, errors = Path(scratch, "result.json"), Path(scratch, "errors.txt")
         with errors.open("wb") as stderr:
             process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import _main; _main()", *arguments],
-                cwd=notebook.parent,  # where Jupyter runs it
+                [sys.executable, "-c", f"from {__name__} import _main; _main()"],
+                cwd=folder,
                 env=os.environ | {"PYTHONPATH": import_path()},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 start_new_session=True,  # so that all it starts can be ended together
             )
             try:
-                process.wait(seconds)
+                # What it grades comes through a pipe, which is long enough for any notebook.
+                process.communicate(json.dumps([cells, seed, str(result)]).encode(), seconds)
             except subprocess.TimeoutExpired:
-                return False, f"it did not end within {seconds:g} s, and was ended."
+                return Verdict("failed", f"it did not end within {seconds:g} s, and was ended.")
             finally:
                 _end(process)
-        if result.exists():
-            passed, message = json.loads(result.read_text(encoding="utf-8"))
-            return passed, message
+        with contextlib.suppress(OSError, ValueError):  # not written, or not to its end
+            return Verdict(*json.loads(result.read_text(encoding="utf-8")))
         last = errors.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
     ended = f"its process ended with code {process.returncode} before the check did"
-    return False, f"{ended}: {last}" if last else f"{ended}."
+    return Verdict("failed", f"{ended}: {last}" if last else f"{ended}.")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -190,12 +209,20 @@ def import_path() -> str:
 
 def _main() -> None:
     """In the process of one exercise: grade it, and write down how it went."""
-    notebook, number, result = sys.argv[1:]
-    cells = exercises_in(notebook)[int(number)]
+    fields, seed, result = json.load(sys.stdin)
+    verdict = _judge(ExerciseCells(*fields), seed)
+    Path(result).write_text(json.dumps(verdict), encoding="utf-8")
+
+
+def _judge(cells: ExerciseCells, seed: int) -> Verdict:
+    known = ""
     try:
-        passed, message = True, grade(cells.exercise, cells.define(cells.stub))
-    except (ExerciseFailed, StillTheStub) as error:
-        passed, message = False, str(error)
+        answer = cells.define(cells.stub)
+        known = grade(cells.exercise, answer)
+        return Verdict("passed", grade(cells.exercise, answer, seed) if seed else known)
+    except StillTheStub as error:
+        return Verdict("not started", str(error))
+    except ExerciseFailed as error:
+        return Verdict("hidden cases failed" if known else "failed", str(error))
     except Exception as error:
-        passed, message = False, f"the check itself failed: {type(error).__name__}: {error}"
-    Path(result).write_text(json.dumps([passed, message]), encoding="utf-8")
+        return Verdict("failed", f"the check itself failed: {type(error).__name__}: {error}")

@@ -29,16 +29,7 @@ Case = tuple[list[int], int]
 # --------------------------------------------------------------------------------------- largest first
 
 
-@exercise(
-    "partition.largest_first",
-    seconds=10.0,
-    draws=loads_of_owners,
-    forbids=(
-        "zero_ref.plan.rules.sorted_greedy",
-        "zero_ref.plan.rules.registration_greedy",
-        "zero_ref.stairs.owners.assign_owners",
-    ),
-)
+@exercise("partition.largest_first", seconds=10.0, draws=loads_of_owners)
 def largest_first(answer: Answer) -> str:
     """Owners as `sorted_greedy` gives them, on small models, awkward ones and Llama."""
     cases: list[Case] = [
@@ -159,16 +150,7 @@ def _first_wrong_turn(
 # ------------------------------------------------------------------------------------------ even split
 
 
-@exercise(
-    "partition.even_split",
-    on_ranks=True,
-    draws=loads_beside_right,
-    forbids=(
-        "zero_ref.plan.rules.even",
-        "zero_ref.plan.rules.equal_shares",
-        "zero_ref.stairs.shards.cut_evenly",
-    ),
-)
+@exercise("partition.even_split", on_ranks=True, draws=loads_beside_right)
 def even_split(answer: Answer) -> str:
     """Each rank one run of elements, loads within one element; then the optimizer runs with it."""
     cases: list[Case] = [

@@ -7,16 +7,15 @@ A chapter's module has its questions, beside its exercises:
         return ...
 
 The answer is computed, from the plan or the simulator, and is the same on every machine. `predict` shows a
-question to a reader; `predictions_in` finds what a student has predicted in a notebook.
+question to a reader.
 """
 
 from __future__ import annotations
 
-import ast
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zero_ref_course import CHAPTERS
 
@@ -141,56 +140,3 @@ def prediction_named(name: str) -> Prediction:
             f"there is no prediction {name!r}; there are {', '.join(p.name for p in predictions())}."
         )
     return _registered[name]
-
-
-def predictions_in(notebook: Mapping[str, Any]) -> dict[str, Value | None]:
-    """What is written into the cells of a notebook: for each `predict(name, mine=...)` its value, or None.
-
-    Nothing is run. What is no literal, and a cell that is no Python, counts as no prediction.
-
-    >>> cell = {"cell_type": "code", "source": "predict('ledger.bytes', mine=16)"}
-    >>> predictions_in({"cells": [cell]})
-    {'ledger.bytes': 16}
-    """
-    found: dict[str, Value | None] = {}
-    for cell in notebook["cells"]:
-        source = "".join(cell["source"])
-        if cell["cell_type"] != "code" or "predict(" not in source:
-            continue
-        try:
-            calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-        except (SyntaxError, ValueError, RecursionError):
-            continue
-        for call in calls:
-            if isinstance(call.func, ast.Name) and call.func.id == "predict" and call.args:
-                given = [*call.args[1:2], *(key.value for key in call.keywords if key.arg == "mine")]
-                name, mine = _literal(call.args[0]), _literal(given[0]) if given else None
-                if isinstance(name, str):
-                    found[name] = mine if isinstance(mine, (int, float, str)) else None
-    return found
-
-
-def points_of(notebooks: Iterable[Mapping[str, Any]], asked: Iterable[Prediction]) -> dict[str, float | None]:
-    """The points of what a student has predicted in some notebooks; None for what was not predicted.
-
-    What is no answer to its question, such as a text where a number is asked for, has no points.
-    """
-    said: dict[str, Value] = {}
-    for notebook in notebooks:
-        said |= {name: mine for name, mine in predictions_in(notebook).items() if mine is not None}
-    points: dict[str, float | None] = {}
-    for one in asked:
-        points[one.name] = None
-        if one.name in said:
-            try:
-                points[one.name] = one.points(one.value(said[one.name]))
-            except ValueError:
-                points[one.name] = 0.0
-    return points
-
-
-def _literal(node: ast.expr) -> object:
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return None

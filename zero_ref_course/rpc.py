@@ -259,7 +259,7 @@ LOOK_UPS: list[tuple[int, list[int]]] = [
 """Workers and the rows that a batch looks up: in another order, again, all on one of three workers."""
 
 
-@exercise("rpc.look_up", on_ranks=True)
+@exercise("rpc.look_up", on_ranks=True, function="rows_of")
 def look_up(answer: Answer) -> str:
     """Rows of a table that is dealt out to workers, first on paper, then on three real ones."""
     for workers, ids in LOOK_UPS + answer.drawn(_drawn_ids):

@@ -19,9 +19,7 @@ from torch.optim import Adam
 from zero_ref.lab.own import FILE
 from zero_ref.lab.ranks import RankError
 from zero_ref_course import _rungs_of_hooks as hooks, _rungs_of_state as states, _rungs_of_steps as steps
-from zero_ref_course._beside import Own
 from zero_ref_course._company import NotYet, OnAllRanks, on_ranks
-from zero_ref_course._own_apart import OwnApart
 
 __all__ = ["check_my_zero", "check_rungs", "check_rung", "RungResult", "RUNGS"]
 
@@ -45,7 +43,7 @@ class Rung(NamedTuple):
     """A rung: its chapter, and its grader, which is given the file and returns the line to print."""
 
     chapter: int
-    grader: Callable[[Own], str]
+    grader: Callable[[str], str]
 
 
 class RungResult(NamedTuple):
@@ -62,35 +60,35 @@ class RungResult(NamedTuple):
     message: str
 
 
-def _owners(path: Own) -> str:
+def _owners(path: str) -> str:
     return run(steps.owners, 2, path)
 
 
-def _step(path: Own) -> str:
+def _step(path: str) -> str:
     for world_size, shapes in ((2, SMALL), (3, FEW)):
         run(steps.step, world_size, path, shapes)
     return "3 steps on 2 and 3 real ranks are the package's, bit for bit; state only on owners"
 
 
-def _buckets(path: Own) -> str:
+def _buckets(path: str) -> str:
     sent, params = run(steps.buckets, 2, path, MANY)
     run(steps.buckets, 3, path, FEW)
     return f"{sent} messages for {params} parameters, no copies, the package's values"
 
 
-def _options(path: Own) -> str:
+def _options(path: str) -> str:
     run(steps.options, 2, path, MANY)
     run(steps.options, 3, path, FEW)
     return "a changed learning rate, frozen parameters and zero_grad, as the package's"
 
 
-def _to_owners(path: Own) -> str:
+def _to_owners(path: str) -> str:
     run(hooks.to_owners, 2, path, MANY)
     run(hooks.to_owners, 3, path, FEW)
     return "owners have the averages of 2 and 3 real ranks, and no other gradients are kept"
 
 
-def _in_backward(path: Own) -> str:
+def _in_backward(path: str) -> str:
     try:
         run(hooks.in_backward, 3, path, MANY)
     except hooks.ReducesMeanwhile as left_to_step:
@@ -104,7 +102,7 @@ def _in_backward(path: Own) -> str:
     return f"updates made in backward, one parameter after the other ({count}), are the package's"
 
 
-def _shards(path: Own) -> str:
+def _shards(path: str) -> str:
     run(hooks.shards, 2, path, ONE_LARGE)
     run(hooks.shards, 2, path, EVEN)
     held, of_all = run(hooks.shards, 3, path, EVEN)
@@ -114,7 +112,7 @@ def _shards(path: Own) -> str:
     )
 
 
-def _checkpoint(path: Own) -> str:
+def _checkpoint(path: str) -> str:
     state, params = run(states.saved, 3, path, MANY)
     run(states.resumed, 2, path, MANY, state, params)
     plain = [torch.nn.Parameter(param.clone()) for param in params]
@@ -125,7 +123,7 @@ def _checkpoint(path: Own) -> str:
     return "saved by 3 ranks, in plain Adam's form, loaded by 2, which go on as if nothing had happened"
 
 
-def _masters(path: Own) -> str:
+def _masters(path: str) -> str:
     run(states.masters, 3, path, FEW)
     run(states.masters, 2, path, MANY)
     options: dict[str, Any] = {"master_dtype": torch.float32}
@@ -211,11 +209,11 @@ def check_rung(name: str, path: str | os.PathLike[str]) -> RungResult:
     return outcome(name, RUNGS[name].grader, path)
 
 
-def outcome(name: str, grader: Callable[[Own], str], path: str | os.PathLike[str]) -> RungResult:
+def outcome(name: str, grader: Callable[[str], str], path: str | os.PathLike[str]) -> RungResult:
     """What a grader that runs a file on ranks says of it, in the file's own terms."""
     file = os.path.realpath(path)
     try:
-        return RungResult(name, "holds", grader(path if isinstance(path, OwnApart) else file))
+        return RungResult(name, "holds", grader(file))
     except NotYet as missing:
         return RungResult(name, "not yet", str(missing))
     except AssertionError as failure:

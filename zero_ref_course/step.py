@@ -56,7 +56,7 @@ class AfterStep(NamedTuple):
     under_way: list[str]
 
 
-@exercise("step.step_in_slices", seconds=20.0, may_return_none=True, on_ranks=True)
+@exercise("step.step_in_slices", seconds=20.0, may_return_none=True, on_ranks=True, function="step")
 def step_in_slices(answer: Answer) -> str:
     """Two steps of a sharded optimizer on 1, 2 and 3 ranks, each slice compared bit for bit."""
     for partition in WORLDS + answer.drawn(_drawn_world, 2):

@@ -22,13 +22,13 @@ from zero_ref_course import (
     StillTheStub,
     draws_a_picture,
     exercises,
+    function_of,
     grade,
     picture_of,
     starts_ranks,
 )
-from zero_ref_course.apart.answers import FORWARDED
+from zero_ref_course._company import MET, POINT_TO_POINT
 from zero_ref_course.editions import chapters_in
-from zero_ref_course.isolated import COMM_METHODS
 from zero_ref_course.notebook import ExerciseCells, exercises_in
 
 NOTEBOOKS = sorted(Path(__file__).parents[2].glob("notebooks/*.ipynb"))
@@ -65,8 +65,10 @@ def wrong_answers(chapter: str) -> Iterator[Wrong]:
 
 WRONG = [wrong for chapter in CHAPTERS for wrong in wrong_answers(chapter)]
 
-ASKED = ("get_rank", "get_world_size", "is_initialized", "get_backend")
-"""Of `FORWARDED`, what a rank answers by itself."""
+OF_COMM = (
+    "broadcast", "all_reduce", "all_gather", "gather_shares", "reduce_shares", "send", "recv", "exchange",
+)  # fmt: skip
+"""Methods of a `Collectives` that communicate."""
 
 NETWORKS = ("dist", "comm", "within", "between")
 """The names of torch.distributed and of a `Collectives` in solutions."""
@@ -87,8 +89,12 @@ WAITS = {
     "keeps_its_values",
     "receives_once_more",
     "only_owners_of_it_call",
+    "receives_once_too_often",
+    "one_of_a_place_calls",
+    "compares_with_rank_0",
+    "leaves_when_its_data_are_used_up",
 }
-"""Wrong answers in which ranks wait for each other in vain: only a time-out ends them."""
+"""Wrong answers in which virtual ranks wait for each other in vain: only a time-out ends them."""
 
 
 def case(exercise: str, *values: Any, name: str = "") -> Any:
@@ -131,7 +137,7 @@ def test_the_blank_stub_fails(cells: ExerciseCells) -> None:
 @pytest.mark.parametrize("wrong", [case(wrong.exercise, wrong, name=wrong.name) for wrong in WRONG])
 def test_a_wrong_answer_hears_what_is_wrong(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     if wrong.name in WAITS:
-        monkeypatch.setenv("ZERO_REF_PATIENCE", "2")
+        monkeypatch.setenv("ZERO_REF_PATIENCE", "0.3")
     answer = Answer(wrong.function())
     with pytest.raises(ExerciseFailed) as failed:
         grade(wrong.exercise, answer)
@@ -147,7 +153,7 @@ def communicates(solution: str) -> bool:
         if isinstance(call.func, ast.Attribute) and call.func.attr in OF_A_BUCKET:
             return True
         if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
-            calls = {*FORWARDED} - {*ASKED} if call.func.value.id == "dist" else {*COMM_METHODS}
+            calls = (*MET, *POINT_TO_POINT) if call.func.value.id == "dist" else OF_COMM
             if call.func.value.id in NETWORKS and call.func.attr in calls:
                 return True
     return False
@@ -171,6 +177,9 @@ def test_every_exercise_has_two_wrong_answers_that_hear_different_things(exercis
 def test_every_exercise_is_in_one_notebook_and_every_one_there_has_a_grader() -> None:
     in_notebooks = Counter(cells.exercise for path in NOTEBOOKS for cells in exercises_in(path))
     assert in_notebooks == Counter(REGISTERED)
+    assert {name: cells.function for name, cells in CELLS.items()} == {
+        name: function_of(name) for name in REGISTERED
+    }
 
 
 @pytest.mark.parametrize("notebook", IN_CHAPTERS, ids=lambda path: path.stem)

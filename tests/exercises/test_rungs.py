@@ -100,7 +100,7 @@ def test_a_stub_keeps_what_the_stair_before_has() -> None:
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: f"{wrong.rung}-{wrong.name}")
 def test_a_mistake_is_named(wrong: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if wrong.name in WAITS:
-        monkeypatch.setenv("ZERO_REF_PATIENCE", "0.5")
+        monkeypatch.setenv("ZERO_REF_PATIENCE", "0.3")
     file = tmp_path / "wrong.py"
     file.write_text(changed(FLAT if wrong.stair == "flat" else answer(wrong.stair), wrong.changes))
     result = check_rung(wrong.rung, file)

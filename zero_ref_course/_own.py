@@ -1,8 +1,4 @@
-"""The reader's `MyZero`, driven: what a check asks of it, beside the check or in a process apart.
-
-Every call is given the parameters and the local optimizer, so that what it does to them is seen by whoever
-asks, in another process too.
-"""
+"""The reader's `my_zero.py` on a rank: a check makes its optimizer, and drives it through a backward."""
 
 from __future__ import annotations
 
@@ -16,7 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-CLASS = "MyZero"
+from zero_ref.lab.own import CLASS, load_own
+from zero_ref_course import Answer
 
 
 class Once:
@@ -73,77 +70,67 @@ def memory_within_reach(of: Iterable[Any]) -> dict[int, int]:
     return nbytes_at
 
 
-class Driver:
-    """Does what it is asked for with the class in the names of a file.
+class OwnFile:
+    """The reader's file, run on this rank.
 
     Args:
-        names: what the file defines.
+        path: of the file.
+    Raises:
+        BaseException: what the file's own lines raise.
+
+    Attributes:
+        mine: the reader's optimizer, once it is made.
+        given_again: it went through the parameters twice.
+        after_hook: is called after each hook in a backward that does not measure.
     """
 
-    def __init__(self, names: dict[str, Any]) -> None:
-        self.names = names
+    def __init__(self, path: str) -> None:
+        self._names = vars(load_own(path))
+        self._params: list[nn.Parameter] = []
+        self._hooked = False
+        self._called: Callable[[], object] | None = None
         self.mine: Any = None
-        self.hooked = False
+        self.given_again = False
         self.after_hook: Callable[[], object] | None = None
 
-    def __call__(self, what: str, *args: Any) -> Any:
-        """Call the method of that name."""
-        return getattr(self, what)(*args)
+    def function(self, name: str) -> Answer | None:
+        """Return a function of the file, or None if there is none."""
+        found = self._names.get(name)
+        return None if found is None else Answer(found)
 
     def arguments(self) -> list[str] | None:
-        """Of the class; None if there is none."""
-        made = self.names.get(CLASS)
+        """Return the arguments of the class, or None if there is no class."""
+        made = self._names.get(CLASS)
         return list(inspect.signature(made).parameters) if isinstance(made, type) else None
 
-    def make(
-        self, params: list[nn.Parameter], optimizer_class: type[Optimizer], options: dict[str, Any]
-    ) -> tuple[bool, list[str], Any]:
-        """Make one: whether it went through the parameters twice, what it has, and its local optimizer."""
-        given = Once(params)
-        self.mine = self.names[CLASS](given, optimizer_class, **options)
-        has = [name for name in dir(self.mine) if not name.startswith("_")]
-        return given.again, has, getattr(self.mine, "local", None)
-
-    def call(self, method: str, args: list[Any], *_: Any) -> Any:
-        """Call a method of it."""
-        return getattr(self.mine, method)(*args)
-
-    def param_groups(self, *_: Any) -> list[dict[str, Any]]:
-        """Its groups, without the parameters."""
-        groups = self.mine.param_groups
-        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
-
-    def set_option(self, number: int, key: str, value: Any, *_: Any) -> None:
-        """Set an option of one of its groups."""
-        self.mine.param_groups[number][key] = value
+    def make(self, params: list[nn.Parameter], optimizer_class: type[Optimizer], **options: Any) -> Any:
+        """Make the reader's optimizer of these parameters."""
+        self._params, given = params, Once(params)
+        self.mine = self._names[CLASS](given, optimizer_class, **options)
+        self.given_again = given.again
+        return self.mine
 
     def backward(
-        self,
-        coefficients: list[torch.Tensor],
-        without: list[int],
-        after_hook: Callable[[], object] | None,
-        measures: bool,
-        params: list[nn.Parameter],
-        *_: Any,
+        self, coefficients: Sequence[torch.Tensor], without: Sequence[int], measures: bool
     ) -> list[int]:
-        """Run a backward in which the parameters have these gradients; call `after_hook` after each hook.
+        """Run a backward in which the parameters have these gradients.
 
         Returns:
             If it measures: the bytes of memory within the optimizer's reach that were not there before
             backward, after each hook and in the end.
         """
-        loss, held = Given(params)(coefficients, without), list[int]()
-        within_reach = [self.mine, self.names, params]
+        loss, held = Given(self._params)(coefficients, without), list[int]()
+        within_reach = [self.mine, self._names, self._params]
         before = memory_within_reach(within_reach) if measures else {}
 
         def look() -> None:
             now = memory_within_reach(within_reach)
             held.append(sum(nbytes for place, nbytes in now.items() if place not in before))
 
-        self.after_hook = look if measures else after_hook
-        if self.after_hook and not self.hooked:
-            self.hooked = True
-            for param in params:  # called after its own hooks, which were registered before
+        self._called = look if measures else self.after_hook
+        if self._called and not self._hooked:
+            self._hooked = True
+            for param in self._params:  # called after its own hooks, which were registered before
                 param.register_post_accumulate_grad_hook(self._after_hook)
         loss.backward()
         if measures:
@@ -151,5 +138,5 @@ class Driver:
         return held
 
     def _after_hook(self, _: torch.Tensor) -> None:
-        if self.after_hook:
-            self.after_hook()
+        if self._called:
+            self._called()
