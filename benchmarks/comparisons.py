@@ -12,7 +12,7 @@ WON, UNDECIDED, LOST = "won", "undecided", "lost"
 
 
 def outcome(ratio: Spread) -> str:
-    """What a paired ratio of another's time to ours says: won, lost, or undecided where the quartiles hold 1.
+    """Judge a paired ratio of another's time to ours: won, lost, or undecided where the quartiles hold 1.
 
     >>> outcome(Spread(2.0, 1.8, 2.1)), outcome(Spread(1.02, 0.9, 1.1)), outcome(Spread(0.8, 0.7, 0.99))
     ('won', 'undecided', 'lost')

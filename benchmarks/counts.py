@@ -66,7 +66,7 @@ def _blocks(model: Model) -> list[tuple[ParamShape, ...]]:
 
 
 def _scales(param: ParamShape) -> int:
-    """Of a linear layer, or of each expert's; the router has none."""
+    """Return the number of scales of a linear layer, or of each expert's; the router has none."""
     if param.name == "mlp.gate.weight" or len(param.shape) < 2:
         return 0
     *experts, rows, columns = param.shape
@@ -82,7 +82,7 @@ DIFFERENCES: dict[str, Callable[[Model], int]] = {
     "scales of FP8": fp8_scales,
     "corrections of experts' scores": corrections,
 }
-"""What a published number counts beside the model's parameters."""
+"""Elements that a published number counts beside the model's parameters."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Row:
 
     @property
     def difference(self) -> int | None:
-        """What of the published number nothing explains."""
+        """Return the part of the published number that nothing explains."""
         if self.published is None or self.parts is None:
             return None
         return self.published - self.counted - sum((self.named or {}).values())

@@ -1,4 +1,4 @@
-"""What a benchmark's numbers depend on: the machine, the versions, the commit. Standard library only.
+"""The surroundings of a benchmark: the machine, the versions, the commit. Standard library only.
 
 Nothing that names the machine: no host name, no user, no folder.
 """
@@ -19,7 +19,7 @@ PACKAGES = ("torch", "fairscale", "zero_ref")
 
 @dataclass(frozen=True)
 class Machine:
-    """Where something was measured. What the system does not tell is None.
+    """The machine that was measured. A field that the system does not tell is None.
 
     Args:
         processor: the model's name.
@@ -76,7 +76,7 @@ def process_memory(line: str) -> int:
 
 
 def read_versions() -> dict[str, str | None]:
-    """Of Python and of the packages that take part; None for one that is not installed."""
+    """Return the versions of Python and of the packages; None for one that is not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version()} | dict.fromkeys(PACKAGES)
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -24,7 +24,7 @@ _MARKS: dict[str, dict[str, Any]] = {
 
 @in_style
 def benchmarks(ratios: Mapping[str, Spread], ax: Axes, *, ours: str, title: str | None = None) -> Axes:
-    """How many times as long as `ours` each other one took: dots for medians, bars for the quartiles.
+    """Draw how many times as long as `ours` each other took: dots for medians, bars for quartiles.
 
     Right of 1 the others are slower. A disc is a peer that lost to us, a cross one that won, a hollow diamond
     one whose quartiles hold 1. Limits, what the machine takes for the work alone, are grey ticks below.

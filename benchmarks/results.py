@@ -1,4 +1,4 @@
-"""What a benchmark brings home: every sample, as plain values, and what they come to."""
+"""The results of a benchmark: every sample, as plain values, and the ratios that follow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.machine import Commit, Machine
 from zero_ref.simulator._records import record
 
 LIMIT = "limit: "
-"""What the name of a limit begins with."""
+"""The beginning of a limit's name."""
 
 BYTES_OF_A_PARAMETER = 4
 
@@ -37,7 +37,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass
 class Taken:
-    """What one contender took.
+    """The samples of one contender.
 
     Args:
         wall_ms: for each round the milliseconds from a barrier until the slowest rank was done.
@@ -72,7 +72,7 @@ class SuiteResult:
     taken: dict[str, Taken]
 
     def ratio(self, one: str, other: str, *, of: str = "wall_ms") -> Spread:
-        """How many times as long `one` took as the other, round by round."""
+        """Return how many times as long `one` took as the other, round by round."""
         times, of_other = (getattr(self.taken[name], of) for name in (one, other))
         return spread([a / b for a, b in zip(times, of_other, strict=True)])
 
@@ -124,7 +124,7 @@ class Report:
 
     @classmethod
     def from_json(cls, value: Any) -> Report:
-        """What `as_json` made plain values of, by way of json too.
+        """Return the report of which `as_json` made plain values, by way of json too.
 
         Raises:
             ValueError: it is something else; a time is not above 0; or some have more rounds than others.

@@ -1,4 +1,4 @@
-"""How contenders take turns: in every round each once, in an order drawn anew, all in one process group.
+"""Contenders in turns: in every round each runs once, in an order drawn anew, all in one process group.
 
 Whatever else the machine does falls on all of them alike, and a ratio divides two times of the same round, so
 a busy minute spoils neither. All ranks draw the same order.
@@ -30,7 +30,7 @@ TOUCHED_NBYTES = 2 * 2**30
 
 
 class Case(NamedTuple):
-    """What is timed.
+    """A call that is timed.
 
     Args:
         run: all ranks call it together.
@@ -117,7 +117,7 @@ INTERFACE, CONNECTIONS = "private loopback, headers included", "TCP connections,
 
 
 def wire_counter() -> str:
-    """Where the bytes on the wire are read: on loopback if nothing else uses it, else on the connections."""
+    """Say where bytes on the wire are read: on loopback if nothing else uses it, else on connections."""
     return INTERFACE if meter.loopback_is_private() else CONNECTIONS
 
 

@@ -99,7 +99,7 @@ def _forget(name: str, optimizer: Any) -> None:
 
 
 def _peaks_by_rank(case: Case) -> dict[str, float]:
-    """What a consolidation takes at its peak on rank 0, which receives, and on the others."""
+    """Measure what a consolidation takes at its peak on rank 0, which receives, and on the others."""
     peaks = []
     for _ in range(PEAKS):
         case.before()
@@ -150,7 +150,7 @@ def check_gathers(optimizers: Mapping[str, Any], expected: State) -> None:
 
 
 def first_difference(state: State, expected: State) -> str | None:
-    """Where two states differ, in words; None where they are equal bit for bit.
+    """Say where two states differ; None where they are equal bit for bit.
 
     >>> one, other = torch.tensor([1.0]), torch.tensor([2.0])
     >>> first_difference({0: {"exp_avg": one}}, {0: {"exp_avg": other}})
@@ -188,7 +188,7 @@ def memory(set_name: str, rounds: int) -> SuiteResult:
 
 
 def _memory_of(make: Make, model: Set, rounds: int) -> dict[str, float]:
-    """Of one contender while no other is there: malloc could serve one from what another has freed."""
+    """Measure one contender while no other is there: malloc could serve one from what another has freed."""
     params = list(model.make().parameters())
     give_gradients(params)
     optimizer = make(params)
@@ -232,5 +232,5 @@ def _making(make: Make, model: nn.Module) -> Case:
 
 
 def _chosen(names: tuple[str, ...]) -> dict[str, Make]:
-    """Of the contenders those of these names that are installed."""
+    """Return the contenders of these names that are installed."""
     return {name: make for name, make in contenders.sharded().items() if name in names}

@@ -44,10 +44,10 @@ from zero_ref.lab import meter, stage_3
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 FSDP_LAYERS = 100
-"""Of a chain of layers so many are gathered and reduced together: the tensors of a block of `gpt` are 12."""
+"""The layers of a chain that are gathered and reduced together: the tensors of a block of `gpt` are 12."""
 
 APART = 1e-3
-"""How far contenders may be apart, in lengths of the way that REFERENCE came.
+"""The distance by which contenders may differ, in lengths of the way that REFERENCE came.
 
 Where more than two gradients are added in another order, an average near 0 may come out with the other sign,
 and AdamW's step depends on little but the sign. That happens to some 2**-24 of the elements, and a length is
@@ -273,7 +273,7 @@ def _checked(
 
 @torch.no_grad()
 def how_far_apart(start: torch.Tensor, models: Mapping[str, nn.Module]) -> dict[str, float]:
-    """How far each model's parameters are from those of REFERENCE, in lengths of the way from `start` to it.
+    """Measure each model's distance from REFERENCE, in lengths of the way from `start` to REFERENCE.
 
     Infinitely far where ranks do not have the same parameters to the last bit.
 

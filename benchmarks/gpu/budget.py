@@ -1,4 +1,4 @@
-"""What all measurements of `benchmarks.gpu` share: their time, the group of one rank, and how they say no."""
+"""Common parts of the measurements of `benchmarks.gpu`: their time, and the group of one rank."""
 
 from __future__ import annotations
 

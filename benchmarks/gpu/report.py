@@ -1,4 +1,4 @@
-"""What `python -m benchmarks gpu` does on a machine with accelerators, section by section, as one report.
+"""The report of `python -m benchmarks gpu` on a machine with accelerators, section by section.
 
 A section that fails is in the report with its error, and the others run. Each has a module beside this one;
 `benchmarks.tables` shows a report.
@@ -79,7 +79,7 @@ MEASURED, FAILED, SKIPPED = "measured", "failed", "skipped"
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What was measured.
+    """The accelerator that was measured.
 
     Args:
         kind: as torch names it.
@@ -98,7 +98,7 @@ class Accelerator:
 
 @dataclass
 class SectionResult:
-    """How a section went.
+    """The result of a section.
 
     Args:
         status: MEASURED, FAILED or SKIPPED.
@@ -137,7 +137,7 @@ class GpuReport:
 
     @classmethod
     def from_json(cls, value: Any) -> GpuReport:
-        """What `as_json` made plain values of. What sections have found is taken as it is.
+        """Return the report of which `as_json` made plain values. Sections' findings are taken as they are.
 
         Raises:
             ValueError: it is something else.
@@ -203,7 +203,7 @@ def measure(
 
 
 def explain_absence() -> str:
-    """What a machine without an accelerator is told: that it has none, and what one would be used for."""
+    """Say that this machine has no accelerator, and what one would be used for."""
     lines = [
         f"This machine has no accelerator that torch {torch.__version__} can use, so nothing is measured.",
         "",

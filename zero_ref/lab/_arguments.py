@@ -127,7 +127,7 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable[OptionField])
 
 
 def _type_of(one: OptionField) -> Callable[[str], Any]:
-    """What makes a word a value of the option, and refuses others."""
+    """Make a word a value of the option, or refuse it."""
     option = one.option
     if option.choices:
         return one.asked
@@ -142,7 +142,7 @@ def _type_of(one: OptionField) -> Callable[[str], Any]:
 
 
 class Output(str):
-    """Where something will be written. `check` finds out beforehand whether it can be, and leaves no trace.
+    """A place to write to. `check` finds out beforehand whether it can be, and leaves no trace.
 
     Raises:
         argparse.ArgumentTypeError: (in the constructor) it is empty or can be no name of a file.
@@ -223,7 +223,7 @@ def _new_file(path: str) -> Iterator[bool]:
 
 
 def unwritable(arguments: argparse.Namespace) -> str | None:
-    """What is wrong with the first of the arguments that cannot be written to; None if all can."""
+    """Say what is wrong with the first of the arguments that cannot be written to; None if all can."""
     for name, value in vars(arguments).items():
         if isinstance(value, Output):
             try:

@@ -62,7 +62,7 @@ class RankProcess:
         return self.end()
 
     def end(self) -> Failure:
-        """How the process ended. It counts as first: what other ranks raise for it may be noticed before."""
+        """Say how the process ended. It counts as first: other ranks' errors may be noticed before."""
         self.process.join(patience())
         return dataclasses.replace(Failure.of_exit(self.process.exitcode), seconds=-math.inf)
 
@@ -72,7 +72,7 @@ class RankProcess:
         return self._files[kind].read().decode(errors="replace")
 
     def stack(self) -> StackSummary:
-        """Where the called function stands, outermost frame first; empty if the process does not answer."""
+        """Return the called function's frames, outermost first; empty if the process does not answer."""
         if sys.platform != "win32" and self.process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 # faulthandler in the worker answers, whatever Python there is waiting for.
@@ -91,7 +91,7 @@ class RankProcess:
 
 
 def start_method() -> str:
-    """How processes start: by "forkserver" on Linux, else by "spawn"; `zero_ref.lab.ranks` says why."""
+    """Choose how processes start: "forkserver" on Linux, else "spawn"; `zero_ref.lab.ranks` says why."""
     # The server is called by a socket file below the temporary folder, and its path may have 107 characters.
     return "forkserver" if sys.platform == "linux" and len(tempfile.gettempdir()) <= 70 else "spawn"
 

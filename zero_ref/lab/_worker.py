@@ -1,4 +1,4 @@
-"""What runs inside a rank's own process; `zero_ref.lab.ranks` is the side that starts it.
+"""The program of a rank's own process; `zero_ref.lab.ranks` is the side that starts it.
 
 `main` waits for calls on a pipe. For each one it joins the ranks in a new process group, runs the function,
 reports a value or a `Failure`, and leaves the group when the pool says that every rank has reported.

@@ -1,4 +1,4 @@
-"""Where the main job goes on from: one whole file, or sharded saves in a directory.
+"""The checkpoints from which the main job goes on: one whole file, or sharded saves in a directory.
 
 `Checkpoints` does nothing, `WholeFile` and `ShardedSaves` load and save; `checkpoints_for` chooses. In a
 directory of saves rank 0 also keeps `steps.jsonl`, a line for each step that was trained. A step that was
@@ -64,7 +64,7 @@ class Losses:
 
 
 class Checkpoints:
-    """Those of a run that keeps none: it begins at step 0, and saves nothing."""
+    """The checkpoints of a run that keeps none: it begins at step 0, and saves nothing."""
 
     def load(self) -> tuple[int, Losses]:
         """Fill model and optimizer; the number of steps done, and their losses where these were saved.
@@ -251,7 +251,7 @@ class ShardedSaves(Checkpoints):
 
 
 def _identity(config: TrainConfig) -> dict[str, Any]:
-    """What must be the same in whatever goes on from a save."""
+    """Return what must be the same in whatever goes on from a save."""
     return {"model": asdict(config.model), "master_dtype": config.master_dtype, "seed": config.seed}
 
 

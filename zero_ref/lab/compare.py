@@ -34,7 +34,7 @@ ROW_NAMES = {
     "collectives": "calls",
     "payload_bytes": "payload",
 }
-"""How the quantities of an Outcome are called on the demo's page and in its pictures."""
+"""The names of an Outcome's quantities on the demo's page and in its pictures."""
 
 CYCLE = f"{LOCAL_SGD}: calls and payload of the last 8 steps"
 
@@ -97,7 +97,7 @@ def _train_on_ranks(
 
 
 class ProgressFile:
-    """What rank 0 calls after each step: it is in another process, so it leaves a line in a file."""
+    """Leave a line in a file after each step: rank 0, which calls this, is in another process."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -159,7 +159,7 @@ def _following(name: str, steps: int, console: Console, log: RunLog, bar: bool) 
 
 
 def table(outcomes: Sequence[Outcome], times: bool = True) -> Table:
-    """What each strategy took, on the rank that took most; "predicted | measured" where these differ.
+    """Print what each strategy took, on the rank that took most; "predicted | measured" where these differ.
 
     Args:
         times: with the milliseconds of a step. A few steps on a busy machine say little about them.

@@ -1,4 +1,4 @@
-"""What to train and how, as plain values: what a command line says and a checkpoint remembers. No torch."""
+"""A training as plain values: a command line gives them, a checkpoint keeps them. No torch."""
 
 from __future__ import annotations
 
@@ -410,7 +410,7 @@ def shard_saves(how: Recipe) -> None:
 
 
 def least_bytes(config: TrainConfig, ranks: int) -> int:
-    """What a run needs at least on all ranks of a machine: no less than this, and rather some times as much.
+    """Return what a run needs at least on all ranks of a machine; rather some times as much.
 
     Parameters on every rank, which each makes before they are sharded, and gradients where the strategy
     leaves them whole; AdamW's state at least once; of the activations eight tensors for each block and the

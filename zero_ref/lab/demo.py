@@ -120,14 +120,14 @@ def write_page(folder: Path, runs: Sequence[StrategyRun], config: TrainConfig) -
 
 
 def memory_picture(runs: Sequence[StrategyRun], width: float = 7) -> plots.Picture:
-    """What each rank held after the last step, under each strategy. The width is in inches."""
+    """Draw what each rank held after the last step, under each strategy. The width is in inches."""
     figure, ax = plots.figure(width, 3.6)
     plots.memory_by_rank({run.outcome.strategy: run.held for run in runs}, ax)
     return figure
 
 
 def shards_picture(rule: str, config: TrainConfig, world_size: int, width: float = 7) -> plots.Picture:
-    """Who owns what of the model under a partition: `rule` is a name that `partition=` takes."""
+    """Draw who owns what of the model under a partition: `rule` is a name that `partition=` takes."""
     params = from_module(GPT(config.model))
     figure, ax = plots.figure(width, 3.2)
     plots.shard_map(plan_partition(rule, params, world_size), ax, names=[param.name for param in params])

@@ -1,4 +1,4 @@
-"""How far ranks have come apart, and which of them agree: functions of the parameters that a run gave back.
+"""The distance between ranks, and which of them agree: functions of the parameters that a run gave back.
 
 Nothing here uses the network, so a run that is looked at makes the calls of one that is not.
 """
@@ -11,7 +11,7 @@ import torch
 
 
 def distances(params_of_ranks: Sequence[torch.Tensor]) -> list[float]:
-    """Of each rank, how far its parameters are from the mean of all ranks': the 2-norm of the difference.
+    """Return for each rank the 2-norm of its parameters' difference from the mean of all ranks.
 
     It has the parameters' own unit. The mean is taken in float64, where sums of few equal float32 numbers are
     exact: all distances are 0 if and only if all ranks hold the same values.
@@ -47,7 +47,7 @@ def who_agrees(params_of_ranks: Sequence[torch.Tensor]) -> list[int]:
 
 
 def in_groups(agreeing: int, world_size: int) -> list[int]:
-    """What `who_agrees` gives where groups of so many consecutive ranks agree, as a schedule foresees.
+    """Return what `who_agrees` gives where groups of so many consecutive ranks agree, as a schedule foresees.
 
     >>> in_groups(2, world_size=4)
     [0, 0, 2, 2]

@@ -1,4 +1,4 @@
-"""What the simulator says of a training run, before anything is started: `--dry-run`."""
+"""`--dry-run`: the simulator's account of a training run, before anything is started."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def architecture_of(model: GPTConfig) -> GPT2 | GPTWithExperts:
 
 
 def scenario_of(config: TrainConfig, world_size: int, cluster: Cluster) -> TrainScenario:
-    """What `print_runs` prints.
+    """The content of what `print_runs` prints.
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> run = scenario_of(TrainConfig("zero-even"), 4, cluster("loopback")).run("zero-even")
@@ -124,7 +124,7 @@ def print_prediction(
 
 
 def _limits(cluster: Cluster) -> Iterator[str]:
-    """What the numbers are worth."""
+    """Say what the numbers are worth."""
     yield "the run prints calls, payload and bytes of state beside what is predicted of them"
     yield "activations: estimated by a formula for 16 bits and dropout; the run does not measure them"
     if cluster.name == "loopback":

@@ -1,4 +1,4 @@
-"""What really happened: calls made, bytes on the wire, bytes held, seconds.
+"""Meters of what really happened: calls made, bytes on the wire, bytes held, seconds.
 
 Each function measures one thing at its source, so that a prediction can be held against it: `recording`
 sees the calls as the optimizer and DDP make them, `recording_distributed` those of anyone, `sent_bytes` and
@@ -109,7 +109,7 @@ _OP_OF_FUNCTION = {
 
 
 _ALSO = ("broadcast", "reduce", "gather", "scatter", "send", "isend")
-"""What a reader's own optimizer may call besides."""
+"""Further calls that a reader's own optimizer may make."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a run costs: `predict` says it beforehand, and `Outcome` sets it beside what was measured."""
+"""The costs of a run: `predict` gives them beforehand, and `Outcome` sets them beside what was measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 
 
 def predict(config: TrainConfig, world_size: int, *, side_stream: bool = False) -> Schedule:
-    """What an iteration will send and what each rank will hold, before anything is started.
+    """A prediction of what an iteration will send and what each rank will hold, before anything is started.
 
     Only the order in which gradients become ready is tried out, by one backward pass in this process: it
     decides which of them share one of DDP's buckets. `side_stream` is that of `schedule`.
@@ -53,7 +53,7 @@ def predict(config: TrainConfig, world_size: int, *, side_stream: bool = False) 
 
 
 class Measured(NamedTuple):
-    """What one rank saw.
+    """The measurements of one rank.
 
     Args:
         calls: of `TrainConfig.recorded_steps`.
@@ -148,7 +148,7 @@ class Outcome:
     )
 
     def pairs(self) -> dict[str, Pair]:
-        """What was both predicted and measured, by name."""
+        """Return what was both predicted and measured, by name."""
         return {name: getattr(self, name) for name in self.QUANTITIES}
 
     def pairs_of_experts(self) -> dict[str, Pair]:
@@ -279,7 +279,7 @@ def _tolerance(result: Outcome) -> float:
 
 
 def problems(outcomes: Sequence[Outcome]) -> list[str]:
-    """What is not as it must be, in words; empty if predictions hold and losses agree."""
+    """List what is not as it must be, in words; empty if predictions hold and losses agree."""
     found = []
     for result in outcomes:
         if not all(map(math.isfinite, (*result.losses, result.final_loss))):
@@ -325,7 +325,7 @@ def as_json(outcomes: Sequence[Outcome], config: TrainConfig, placement: Placeme
 
 
 def environment(world_size: int, placement: Placement) -> dict[str, str]:
-    """What numbers such as step times depend on."""
+    """The surroundings on which numbers such as step times depend."""
     device = f"{os.cpu_count()} CPU cores" if placement.on_cpu else placement.names()
     return {
         "ranks": f"{world_size}, {placement.backend}",

@@ -24,10 +24,10 @@ from zero_ref.lab.strategies import Trainable
 from zero_ref.plan.rules import sorted_greedy
 
 CLASS = "MyZero"
-"""What the class in the reader's file is called."""
+"""The name of the class in the reader's file."""
 
 FILE = "my_zero.py"
-"""What the book calls the file."""
+"""The name of the file in the book."""
 
 
 def load_own(path: str | os.PathLike[str]) -> ModuleType:

@@ -9,7 +9,7 @@ VARIABLE = "ZERO_REF_PATIENCE"
 
 
 def patience() -> float:
-    """What every time-out of ranks, virtual ranks and graders is multiplied by: ZERO_REF_PATIENCE, or 1.
+    """Return the factor of every time-out of ranks, virtual ranks and graders: ZERO_REF_PATIENCE, or 1.
 
     A time-out is there in case something hangs. Where eight processes share a core all takes eight times as
     long, and nothing hangs: `export ZERO_REF_PATIENCE=10` before Jupyter or `zero-ref check` starts.

@@ -1,4 +1,4 @@
-"""Where ranks compute and what carries their messages, chosen from the accelerators of this machine.
+"""The devices of ranks and the backend of their messages, chosen from this machine's accelerators.
 
 | torch finds here | backend | tensors of rank r |
 |---|---|---|
@@ -41,7 +41,7 @@ TITLES = {GLOO: "Gloo", "nccl": "NCCL"}
 
 
 class Placement(NamedTuple):
-    """What ranks of one machine use.
+    """The devices and the backend that the ranks of one machine use.
 
     Args:
         backend: of torch.distributed, such as "gloo".
@@ -64,7 +64,7 @@ class Placement(NamedTuple):
         return () if self.on_cpu else tuple(dict.fromkeys(self.devices))
 
     def names(self) -> str:
-        """What the drivers call these accelerators: one name where all are alike."""
+        """Return the names that drivers give these accelerators: one name where all are alike."""
         return " and ".join(dict.fromkeys(devices.name_of(torch.device(each)) for each in self.accelerators))
 
     def describe(self) -> str:
@@ -169,7 +169,7 @@ def own_device(backend: str, device: str) -> torch.device | None:
 
 
 def device_here() -> torch.device:
-    """Where tensors of this process belong if it is a rank, else the CPU.
+    """Return the device of this process's tensors if it is a rank, else the CPU.
 
     Of a rank that something else than this package has started: its accelerator, unless it talks by Gloo.
     """

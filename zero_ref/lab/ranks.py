@@ -130,7 +130,7 @@ def shutdown() -> None:
 
 
 def describe(world_size: int, backend: str | None = None) -> str:
-    """What `run` uses for so many ranks on this machine, in one line.
+    """Say in one line what `run` uses for so many ranks on this machine.
 
     >>> describe(4, "gloo")
     "4 ranks: Gloo, on this machine's CPU"
@@ -144,7 +144,7 @@ def choose_backend(world_size: int) -> str:
 
 
 def device() -> torch.device:
-    """Where the tensors of the rank that asks belong: an accelerator, its own or a shared one, or the CPU."""
+    """Return the asking rank's device: an accelerator, its own or a shared one, or the CPU."""
     return device_here()
 
 

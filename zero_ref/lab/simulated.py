@@ -1,4 +1,4 @@
-"""What the simulator says of a run, as JSON and as a table: for `zero-ref simulate` and for dry runs."""
+"""The simulator's account of a run, as JSON and as a table, for `zero-ref simulate` and for dry runs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def cluster_named(name: str) -> Cluster:
 
 
 def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dict[str, Any]:
-    """What `zero-ref simulate --json` prints: plain numbers, bytes and milliseconds of one iteration."""
+    """Return what `zero-ref simulate --json` prints: bytes and milliseconds of one iteration."""
     device = scenario.cluster.device
     return {
         "model": named,
@@ -228,7 +228,7 @@ def in_words(names: Sequence[str]) -> str:
 
 
 def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
-    """What would make each strategy faster, and what the numbers assume."""
+    """Print what would make each strategy faster, and what the numbers assume."""
     for run in runs:
         yield f"faster under {run.strategy}: {_savings(run)}"
     for run in runs:
@@ -364,7 +364,7 @@ def _rows(runs: Sequence[SimulatedRun]) -> list[Row]:
 
 
 def _savings(run: SimulatedRun) -> str:
-    """What would save a hundredth of the iteration or more, the best first."""
+    """List what would save a hundredth of the iteration or more, the best first."""
     saved = {
         name: 1 - ms / run.iteration_ms if run.iteration_ms else 0.0
         for name, ms in run.what_if.improved_ms.items()

@@ -1,4 +1,4 @@
-"""What saving and loading a checkpoint take, as a table and as JSON: for `zero-ref simulate --checkpoint`."""
+"""The cost of a checkpoint's save and load, as a table and as JSON: `zero-ref simulate --checkpoint`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_PIECES = 2**20
 
 
 def saved_by(scenario: Scenario, strategy: str) -> Saved:
-    """What a run under a strategy saves.
+    """The save of a run under a strategy.
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.models import MODELS
@@ -58,7 +58,7 @@ def passages(scenario: Scenario, strategy: str) -> tuple[list[Passage], list[Pas
 
 
 def checkpoints_as_json(scenario: Scenario, strategies: Sequence[str]) -> dict[str, Any]:
-    """What `zero-ref simulate --checkpoint --json` adds: bytes and milliseconds, for each strategy.
+    """Return what `zero-ref simulate --checkpoint --json` adds: bytes and milliseconds, for each strategy.
 
     Raises: as `saved_by`.
     """

@@ -110,7 +110,7 @@ def _cut_as(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def held_bytes(params: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> HeldBytes:
-    """What `meter.held_bytes` gives, where parameters are DTensors: the bytes of this rank's parts.
+    """Return what `meter.held_bytes` gives, where parameters are DTensors: bytes of this rank's parts.
 
     Parameters and gradients count by the memory they keep, padding included; state has none.
 

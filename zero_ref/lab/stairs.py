@@ -17,7 +17,7 @@ from zero_ref.lab.source import without_docstrings
 from zero_ref.stairs import STAIRS
 
 CLASS = "MinimalZero"
-"""What the class of every stair is called."""
+"""The name of the class of every stair."""
 
 
 def path_of(stair: str) -> Path:
@@ -65,7 +65,7 @@ def _imports(sources: list[str]) -> str:
 
 
 class StairDiff:
-    """What a stair changes in the one before, as a notebook draws it and a terminal prints it.
+    """The changes of a stair to the one before, as a notebook draws it and a terminal prints it.
 
     A line that is taken out begins with `-`, a new one with `+`. A line with `@@` names the function or class
     of the first change below it. The first stair is compared with the rule that it begins with.

@@ -35,7 +35,7 @@ IN_BACKWARD = {"after_backward": hook_with_zero_step, "interleaved": hook_with_z
 
 @dataclass(frozen=True)
 class Trainable:
-    """What a training loop needs.
+    """The objects that a training loop needs.
 
     Args:
         model: is called with a batch, and returns its loss.
@@ -67,7 +67,7 @@ class Trainable:
         self.calls.extend(calls)
 
     def held(self) -> meter.HeldBytes:
-        """What this rank holds between iterations."""
+        """Return the bytes that this rank holds between iterations."""
         return meter.held_bytes(self.model.parameters(), self.optimizer)
 
     def expert_rows(self) -> tuple[int, ...]:

@@ -68,7 +68,7 @@ def run(
 
 
 class World:
-    """What the ranks of one group share: a board to lay tensors on, a barrier, a mailbox for each pair.
+    """The common objects of a group's ranks: a board to lay tensors on, a barrier, a mailbox for each pair.
 
     `run` makes one of all its ranks. Others are for groups of these ranks, such as those of a node.
 
@@ -96,7 +96,7 @@ class World:
         self.alarms: dict[tuple[int, int, int], deque[tuple[int, str]]] = {}
 
     def collectives(self, rank: int) -> VirtualCollectives:
-        """What one rank of the group calls the others with."""
+        """Return the object with which one rank of the group calls the others."""
         return VirtualCollectives(self, rank)
 
 

@@ -42,7 +42,7 @@ def explorer(name: str) -> Explorer:
 
 
 def controls(name: str) -> str:
-    """What a page needs to show an explorer's controls: JSON, a list of `Control.as_dict`."""
+    """Return what a page needs to show an explorer's controls: JSON, a list of `Control.as_dict`."""
     return json.dumps([control.as_dict() for control in explorer(name).controls])
 
 
@@ -52,5 +52,5 @@ def answer(name: str, values: str, width: float) -> str:
 
 
 def run_cell(before: str, source: str) -> str:
-    """What came of a cell, given what runs before it as a JSON list of pieces: JSON, `cell.Ran`."""
+    """Run a cell after the pieces of a JSON list, and return what came of it: JSON, `cell.Ran`."""
     return json.dumps(asdict(cell.run(json.loads(before), source)))

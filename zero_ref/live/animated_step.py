@@ -24,7 +24,7 @@ GRADIENTS, PARAMETERS, RANK = 22.0, 32.0, 90.0
 
 
 class Frame(NamedTuple):
-    """What happens next, on all ranks at once.
+    """The next event, on all ranks at once.
 
     Args:
         phase: one of PHASES.
@@ -142,7 +142,7 @@ def _draw(
 
 
 def _place(number: int, width: float, columns: int) -> tuple[float, float, int]:
-    """Of one of four things in columns: its left edge, its width, its row."""
+    """Return the left edge, width and row of one of four things in columns."""
     wide = (width - 20 * (columns - 1)) / columns
     rows = len(PHASES) // columns
     return SIDE + number // rows * (wide + 20), wide, number % rows

@@ -19,7 +19,7 @@ Moment = tuple[float, str]
 """A second of the loop, and the CSS declarations that hold then. In between they change evenly."""
 
 JUMP_S = 0.01
-"""What changes at once takes so long."""
+"""The duration of a change that is to be seen at once."""
 
 
 class Motion:
@@ -137,7 +137,7 @@ def html(wide: str, narrow: str, label: str) -> str:
 
 @dataclass(frozen=True)
 class Animation:
-    """What moves by itself, as the last line of a cell or as SVG.
+    """A picture that moves by itself, as the last line of a cell or as SVG.
 
     Args:
         title: what its pause is named after.

@@ -22,12 +22,12 @@ MOST_LINES = 16
 """Lines of a traceback that are shown, its last ones."""
 
 THIS, ABOVE = "<this cell>", "<before this cell>"
-"""What a traceback calls the cell, and what ran before it."""
+"""The names of the cell, and of what ran before it, in a traceback."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of a cell.
+    """The outcome of a cell.
 
     Args:
         printed: as below the cell in a notebook: what it printed, and the value of its last line.
@@ -39,7 +39,7 @@ class Ran:
 
 
 class _Printed(io.StringIO):
-    """What was printed, up to a limit."""
+    """The printed text, up to a limit."""
 
     def write(self, text: str) -> int:
         if self.tell() + len(text) > MOST_PRINTED:

@@ -1,4 +1,4 @@
-"""What an explorer is: controls, and an answer to each of their settings.
+"""The definition of an explorer: controls, and an answer to each of their settings.
 
 An explorer knows neither who shows its controls nor where: a page of the book does, with Python running in
 the browser, and so does a notebook (`zero_ref.lab.widgets`). Both get the same picture and the same numbers.
@@ -63,7 +63,7 @@ class Control:
         return "tick" if isinstance(first, bool) else "choice" if isinstance(first, str) else "slider"
 
     def written(self, value: Value) -> str:
-        """How an option is written."""
+        """Return an option as it is written."""
         if value in self.words:
             return self.words[value]
         return value if isinstance(value, str) else f"{value:,}"
@@ -108,7 +108,7 @@ def controls_of(of: type, names: Sequence[str], **starts: Value) -> tuple[Contro
 
 @dataclass(frozen=True)
 class Answer:
-    """What one setting gives.
+    """The answer to one setting.
 
     Args:
         svg: the picture.
@@ -149,7 +149,7 @@ class Explorer:
 
     @property
     def values(self) -> dict[str, Value]:
-        """What each control stands at when it starts."""
+        """Return the value at which each control starts."""
         return {control.name: control.value for control in self.controls}
 
     def answer(self, width: float = 640.0, /, **values: Value) -> Answer:

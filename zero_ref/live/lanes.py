@@ -196,7 +196,7 @@ def lanes(
     width: float,
     notes: Mapping[str, str] | None = None,
 ) -> Stacked:
-    """What `timeline` draws, at a place of a larger picture.
+    """Draw what `timeline` draws, at a place of a larger picture.
 
     Args:
         timelines: for each title its events.
@@ -293,5 +293,5 @@ def _lane(timeline: Timeline, lane: str, x: float, y: float, px_per_ms: float, h
 
 
 def number_of(event: Event) -> str:
-    """What is written into an event's bar: the number of its bucket or block."""
+    """Return the words in an event's bar: the number of its bucket or block."""
     return "all" if event.bucket is None else str(event.bucket)

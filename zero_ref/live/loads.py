@@ -1,4 +1,4 @@
-"""How much each rank owns, and how that changes with the number of ranks."""
+"""Pictures of how much each rank owns, and how that changes with the number of ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MEAN, LARGEST = "5 3", "1.5 2.5"
 def loads(
     partition: Partition, *, bytes_per_element: float | None = None, fullest_first: bool = False
 ) -> Drawing:
-    """How much each rank owns, beside an even share and beside the largest tensor.
+    """Draw how much each rank owns, beside an even share and beside the largest tensor.
 
     No partition of whole tensors gets its fullest rank below the largest tensor, and none gets it below the
     mean: the two lines show which of them binds.
@@ -145,7 +145,7 @@ def load_bars(
 
 
 def loads_compared(loads_of: Mapping[str, Sequence[float]]) -> Drawing:
-    """How much each rank owns under several partitions, below each other and on one scale.
+    """Draw how much each rank owns under several partitions, below each other and on one scale.
 
     >>> loads_compared({"yours": [6, 10], "even": [8, 8]}).words
     'yours: the fullest rank owns 10, 1.25 × the mean; even: the fullest rank owns 8, 1 × the mean'
@@ -171,7 +171,7 @@ def bars_compared(
     loads_of: Mapping[str, Sequence[float]], show: Callable[[float], str], x: float, y: float, width: float,
     fullest_first: bool = False,
 ) -> Stacked:  # fmt: skip
-    """What `loads_compared` draws, at a place of a larger picture: a title, bars, and a line at the mean.
+    """Draw `loads_compared` at a place of a larger picture: a title, bars, and a line at the mean.
 
     Args:
         loads_of: for each title the elements of each rank.
@@ -208,7 +208,7 @@ def balance_against_ranks(
     strategies: Sequence[str] = ("sorted_greedy", "even"),
     bytes_per_element: float | None = None,
 ) -> Drawing:
-    """How full the fullest rank is as ranks are added, and where whole tensors stop helping.
+    """Draw how full the fullest rank is as ranks are added, and where whole tensors stop helping.
 
     Below the shaded line no partition of whole tensors can go: some rank owns the largest tensor. An even
     split goes below it, because it may cut that tensor.

@@ -1,4 +1,4 @@
-"""What a rank holds, item by item, beside the device's memory: a picture, and the memory explorer."""
+"""The memory explorer, and a picture of what a rank holds beside the device's memory."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def memory_items(
     device_bytes: float | None = None,
     chosen: str | None = None,
 ) -> Drawing:
-    """What a rank holds, item by item, one bar below the other, against the device's memory.
+    """Draw what a rank holds, item by item, one bar below the other, against the device's memory.
 
     >>> from zero_ref.simulator.models import shapes, specs
     >>> params = specs(shapes("llama3-8b"))
@@ -120,7 +120,7 @@ def items_bars(
     items_by_name: Mapping[str, Mapping[str, float]], device_bytes: float | None, chosen: str | None,
     x: float, y: float, width: float,
 ) -> Stacked:  # fmt: skip
-    """What `memory_items` draws, at a place of a larger picture. A bar without a name has no title."""
+    """Draw what `memory_items` draws, at a place of a larger picture. A bar without a name has no title."""
     held = {name: coloured(items) for name, items in items_by_name.items()}
     shown = [item for item in ITEM_COLOURS if any(items[item] for items in held.values())]
     parts, top = key({item: ITEM_COLOURS[item] for item in shown}, x, y, width)

@@ -1,4 +1,4 @@
-"""What a rank holds during an iteration, by kind: one panel for each run, all on the same scales."""
+"""A picture of a rank's memory during an iteration, by kind: a panel for each run, on the same scales."""
 
 from __future__ import annotations
 

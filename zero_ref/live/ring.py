@@ -16,7 +16,7 @@ ROUNDS = 2 * (RANKS - 1)
 
 
 def ring_states(world_size: int) -> list[list[list[int]]]:
-    """How many ranks' parts are summed up in each chunk: after each round, on each rank, of each chunk.
+    """Count the ranks' parts that are summed up in each chunk: after each round, on each rank, of each chunk.
 
     >>> ring_states(2)
     [[[1, 1], [1, 1]], [[1, 2], [2, 1]], [[2, 2], [2, 2]]]

@@ -37,14 +37,14 @@ PHASES_OF_STAGE = {
 }
 
 LOST = {"broadcast": "not sent", "equal": "stale"}
-"""What is written where a parameter's new values are missing, by phase."""
+"""The words where a parameter's new values are missing, by phase."""
 
 SIDE, NAMES, NUMBER, EACH, TWO = 14.0, 50.0, 16.0, 36.0, 1.3
 """Pixels of the margins, of the ranks' names, of a phase's number, and from one rank to the next; how many
 times as far that is where a rank has a strip of parameters and one of gradients."""
 
 GATHERED, AVERAGED = 0.55, 0.4
-"""How strong the owner's colour is in parameters that a rank has for a moment, and in averaged gradients."""
+"""The strength of the owner's colour in parameters held for a moment, and in averaged gradients."""
 
 HEAD, ASIDE = 6.0, 0.22
 """Pixels of half an arrow's head; the part of a box to the left of an arrow that goes past its name."""
@@ -173,7 +173,7 @@ class Board(NamedTuple):
         ]
 
     def legend(self, phases: Sequence[str]) -> str:
-        """What the looks of boxes mean."""
+        """Return what the looks of boxes mean."""
         if self.stage == 1:
             return "a colour: an owner; hatched: old"
         words = ["a colour: an owner"]
@@ -209,7 +209,7 @@ class Board(NamedTuple):
         return False
 
     def _until(self, phase: str, param: int) -> int:
-        """How many blocks come before the parameter's own: 0 if that is under way, negative if it has been.
+        """Count the blocks before the parameter's own: 0 if that is under way, negative if it has been.
 
         Forward goes from the first block to the last, backward from the last to the first.
         """
@@ -225,7 +225,7 @@ class Board(NamedTuple):
         return PHASES_OF_STAGE[self.stage][phase]
 
     def row(self, y: float, height: float, phase: str, rank: int) -> list[str]:
-        """What a rank holds in a phase: averaged gradients, or parameters; in backward both."""
+        """Return what a rank holds in a phase: averaged gradients, or parameters; in backward both."""
         below, strip = _second_strip(height) if phase == "backward" else (0.0, height)
         parts = []
         for one in self.boxes():
@@ -331,6 +331,6 @@ class Board(NamedTuple):
 
 
 def _second_strip(height: float) -> tuple[float, float]:
-    """Of two strips that share so many pixels: where the second one begins, and the height of each."""
+    """Return where the second of two strips in so many pixels begins, and the height of each."""
     strip = (height - 2) / 2
     return strip + 2, strip

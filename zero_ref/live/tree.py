@@ -21,7 +21,7 @@ FIRST_LINE, HEAD = 18.0, 5.0
 CHOSEN = SERIES_COLOURS[0]
 
 Place = tuple[bool, ...]
-"""Where a node is in the tree: the answers that lead to it."""
+"""The place of a node in the tree: the answers that lead to it."""
 
 
 def decision_tree(root: Question, *, path: Sequence[bool] | None = None) -> Drawing:
@@ -58,7 +58,7 @@ def _decided(question: Question) -> str:
 
 
 def tree_parts(root: Node, path: Sequence[bool] | None, x: float, y: float, width: float) -> Stacked:
-    """What `decision_tree` draws, at a place of a larger picture.
+    """Draw what `decision_tree` draws, at a place of a larger picture.
 
     Args:
         root: the first question.
@@ -155,5 +155,5 @@ class _Tree:
 
 
 def _depth(node: Node) -> int:
-    """How many questions follow each other at most, this one included."""
+    """Count the questions that follow each other at most, this one included."""
     return 0 if isinstance(node, Advice) else 1 + max(_depth(node.yes), _depth(node.no))

@@ -42,7 +42,7 @@ Held = tuple[float, float, float]
 
 @in_style
 def memory_by_rank(held_by_strategy: Mapping[str, Sequence[Held]], ax: Axes) -> Axes:
-    """What each rank holds, stacked, for one strategy or several side by side.
+    """Draw what each rank holds, stacked, for one strategy or several side by side.
 
     >>> from zero_ref.lab.plots import figure
     >>> fig, ax = figure(6, 3)
@@ -116,7 +116,7 @@ def ledger_stages(
     convention: Convention = MIXED_16,
     stages: Sequence[int] = (0, 1, 2, 3),
 ) -> Axes:
-    """What one rank holds under each ZeRO stage, as ranks are added.
+    """Draw what one rank holds under each ZeRO stage, as ranks are added.
 
     >>> from zero_ref.lab.plots import figure
     >>> fig, ax = figure(6, 5.5)

@@ -114,7 +114,7 @@ def agreement(lowest: Sequence[Sequence[int]], ax: Axes, *, warmup_steps: int = 
 
 
 def _check_rows(rows: Sequence[Sequence[float]], what: str) -> int:
-    """How many ranks each row has."""
+    """Return the number of ranks of each row."""
     counts = sorted({len(row) for row in rows})
     if len(counts) != 1:
         raise ValueError(

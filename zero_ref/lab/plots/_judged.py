@@ -1,4 +1,4 @@
-"""How far a simulation can be trusted: predicted against measured, and what would change a conclusion."""
+"""Pictures of a simulation's errors: predicted against measured, and what would change a conclusion."""
 
 from __future__ import annotations
 

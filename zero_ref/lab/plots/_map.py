@@ -30,7 +30,7 @@ class Box(NamedTuple):
 def shard_map(
     partition: Partition, ax: Axes, *, names: Sequence[str] | None = None, rows: int | None = None
 ) -> Axes:
-    """Who owns what, to scale: the model's elements end to end, coloured by their owner.
+    """Draw who owns what, to scale: the model's elements end to end, coloured by their owner.
 
     Read it as text: parameters in registration order, left to right, row below row, as wide as they have
     elements. A gap separates two parameters, a dashed line two owners of one parameter.
@@ -140,7 +140,7 @@ def _separate(ax: Axes, boxes: Sequence[Box], per_row: int) -> None:
 def _labels(
     boxes: Sequence[Box], partition: Partition, names: Sequence[str]
 ) -> Iterator[tuple[Box, list[str]]]:
-    """What to write into which boxes, best first.
+    """Yield what to write into which boxes, best first.
 
     Colours name up to 8 ranks, so the parameter's name and size are written. Of more ranks the colours
     only show the order: there the owner's number comes first, once in each run of its boxes.

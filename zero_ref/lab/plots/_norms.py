@@ -88,7 +88,7 @@ def _factor(norm: float, max_norm: float) -> float:
 
 
 def _clipped_to(ax: Axes, place: tuple[float, float], colour: str, marker: str, label: str) -> None:
-    """Where clipping leaves the gradient, and the way there from nothing."""
+    """Draw the clipped gradient, and the way to it from the origin."""
     x, y = place
     ax.plot([0, x], [0, y], color=colour, linewidth=2.6)
     ax.plot([x], [y], marker, color=colour, markersize=11, markeredgecolor=PAPER, label=label, clip_on=False)

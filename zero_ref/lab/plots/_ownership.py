@@ -1,4 +1,4 @@
-"""Who holds which parameter, and what crosses between workers: the ownership map of a model in parts."""
+"""The ownership map of a model in parts: who holds which parameter, and what crosses between workers."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Read(NamedTuple):
 
 @in_style
 def file_reads(reads: Sequence[Read], ax: Axes, *, names: Sequence[str]) -> Axes:
-    """Who reads what: a bar for each file, to scale, and in it the ranges of bytes in their readers' colours.
+    """Draw a bar for each file, to scale, and in it the ranges of bytes in the colours of their readers.
 
     A range says its reader and, below, its bytes, where they fit.
 

@@ -18,7 +18,7 @@ BAR, FLOW, NAMES = 1.0, 1.7, 0.55
 """Heights of a bar, of the bands between the two bars, and of the strip with the parameters' names."""
 
 MOVING = 0.4
-"""How strong the new owner's colour is in the band of what it gets."""
+"""The strength of the new owner's colour in the band of what it gets."""
 
 
 class Band(NamedTuple):
@@ -39,7 +39,7 @@ def reshard(
     names: Sequence[str] | None = None,
     titles: tuple[str, str] | None = None,
 ) -> Axes:
-    """What moves when `old` becomes `new`: the elements end to end, their owners before above, after below.
+    """Draw what moves when `old` becomes `new`: elements end to end, their old owners above, the new below.
 
     Between the bars a band in the new owner's colour for what is sent, an empty one for what stays where it
     is. Lines between the names separate the parameters.

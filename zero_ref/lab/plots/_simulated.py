@@ -1,4 +1,4 @@
-"""What a simulated iteration gives: memory over time, and the time of a step as ranks are added."""
+"""Pictures of a simulated iteration: memory over time, and the time of a step as ranks are added."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def memory_curve(
 
 
 class StepParts(NamedTuple):
-    """Where the time of an iteration goes, on one rank.
+    """The parts of an iteration's time on one rank.
 
     Args:
         computing_ms: this rank computes, whatever the network does.
@@ -94,7 +94,7 @@ class StepParts(NamedTuple):
 
 
 def step_parts(played: Played, rank: int = 0) -> StepParts:
-    """Where the time of an iteration goes; the three add up to `played.iteration_ms`.
+    """Divide the time of an iteration into three parts, which add up to `played.iteration_ms`.
 
     >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.cluster import cluster

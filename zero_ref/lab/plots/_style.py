@@ -1,4 +1,4 @@
-"""What all pictures share: colours, text sizes, a figure to draw in, files that are the same every time."""
+"""The style of all pictures: colours, text sizes, a figure to draw in, files that are the same every time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What collectives cost: bytes on the wire against ranks, time against bytes."""
+"""The cost of collectives: bytes on the wire against ranks, time against bytes."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _mark_key(ax: Axes, marks: Mapping[str, dict[str, Any]]) -> None:
 def time_against_bytes(
     curves: Mapping[str, Mapping[float, float]], ax: Axes, *, turns: Mapping[str, float]
 ) -> Axes:
-    """How long a collective takes against its payload: flat where latency rules, rising where bandwidth does.
+    """Draw a collective's time against its payload: flat where latency rules, rising where bandwidth does.
 
     Both axes are logarithmic. A dot marks the payload for which both take the same time.
 
