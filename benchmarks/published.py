@@ -29,7 +29,7 @@ FAMILIES: dict[str, type[GPT2] | type[Llama]] = {"GPT2": GPT2, "Llama": Llama}
 
 
 def use_of(source: str) -> str:
-    """What the runs of a source are for, by a rule that was fixed before any of them was seen.
+    """Say whether the runs of a source are for fitting, by a rule fixed before any of them was seen.
 
     A quarter of the sources is for fitting: those where the first digit of the SHA-256 of the key, in
     hexadecimal, is 0, 1, 2 or 3. The files of the first sources say by themselves what each run is for.

@@ -1,4 +1,4 @@
-"""What the commands share: ending with a message, importing an extra, reading and writing a file."""
+"""Helpers of all commands: end with a message, import an extra, read and write a file."""
 
 from __future__ import annotations
 

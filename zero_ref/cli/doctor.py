@@ -107,7 +107,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def plain_loop(arguments: argparse.Namespace, factory: Any, files: Any) -> dict[str, Any]:
-    """What `diagnose` is told of the plain loop.
+    """Return the arguments of `diagnose` that describe the plain loop.
 
     Raises:
         ValueError: options are given without a class.

@@ -70,7 +70,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def plan_of(model: str, ranks: int, partition: str, dtype: str, optimizer: str) -> dict[str, Any]:
-    """What `zero-ref plan --json` prints: plain numbers, bytes and elements."""
+    """Return the values that `zero-ref plan --json` prints: plain numbers, bytes and elements."""
     shapes_of_model = shapes(model)
     params = specs(shapes_of_model, dtype)
     if muon := STATE_RULES[optimizer].of_whole is not None:

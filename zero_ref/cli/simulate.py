@@ -157,7 +157,7 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
 
 
 def architecture_of(arguments: argparse.Namespace) -> Architecture:
-    """What `--model` or `--config` names.
+    """Return the architecture that `--model` or `--config` names.
 
     Raises:
         CommandError: the configuration cannot be read, or is of no known model.

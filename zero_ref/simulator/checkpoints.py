@@ -1,4 +1,4 @@
-"""What it takes to save and to load a checkpoint: the most memory, of the device and of the host, and time.
+"""The cost of saving and loading a checkpoint: the most memory, of the device and of the host, and time.
 
 A checkpoint holds the parameters and the optimizer's state. How many bytes a rank needs at once depends on
 the way: `SAVES` and `LOADS` name them. The figures of the ways that this package has are those that ranks
@@ -41,7 +41,7 @@ LOADS = {
 
 @dataclass(frozen=True)
 class Passage:
-    """What one way to save or to load takes. Lists have an entry for each rank.
+    """The cost of one way to save or to load. Lists have an entry for each rank.
 
     Args:
         way: a name in SAVES or LOADS.
@@ -74,7 +74,7 @@ class Passage:
 
 
 def save(way: str, saved: Saved, cluster: Cluster) -> Passage:
-    """What a way to save takes.
+    """Return the cost of a way to save.
 
     >>> from zero_ref.plan.rules import even
     >>> from zero_ref.simulator.cluster import cluster
@@ -120,7 +120,9 @@ def save(way: str, saved: Saved, cluster: Cluster) -> Passage:
 
 
 def load(way: str, saved: Saved, cluster: Cluster) -> Passage:
-    """What a way to load takes on ranks that have no state yet. How many ranks have saved does not matter.
+    """Return the cost of a way to load on ranks that have no state yet.
+
+    How many ranks have saved does not matter.
 
     >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.plan.rules import even
@@ -247,7 +249,7 @@ def _staging(saved: Saved, one_memory: bool) -> list[int]:
 
 
 def _gathering_ms(saved: Saved, cluster: Cluster) -> float:
-    """How long rank 0 receives from one owner after another."""
+    """The milliseconds in which rank 0 receives from one owner after another."""
     return sum(
         (cluster.within if owner < cluster.ranks_per_node else cluster.between).ms(1, nbytes)
         for owner, nbytes in enumerate(saved.own_state_bytes)

@@ -23,7 +23,7 @@ from zero_ref.simulator.traffic import BACKENDS, OPERATIONS, PAIRWISE, Traffic, 
 ALGORITHMS = ("auto", "ring", "tree", "nvls")
 
 NCCL_CALL_US = 8.4
-"""What a call of NCCL takes beside its messages. Source: `baseLat` of src/graph/tuning.cc."""
+"""The microseconds of a call of NCCL beside its messages. Source: `baseLat` of src/graph/tuning.cc."""
 
 TREE_SHARE = 0.92
 """The share of a ring's bandwidth that NCCL expects of its tree. Source: src/graph/tuning.cc."""
@@ -82,7 +82,7 @@ class Link:
             )
 
     def ms(self, rounds: float, nbytes: float) -> float:
-        """How long so many messages, one after another, and so many bytes take.
+        """The milliseconds of so many messages, one after another, with so many bytes.
 
         >>> Link(latency_us=10, gb_per_s=50).ms(rounds=2, nbytes=50e6)
         1.02
@@ -231,7 +231,7 @@ class Cluster:
             check_name("operation", op, OPERATIONS)
 
     def nodes(self, world_size: int) -> int:
-        """How many nodes so many ranks fill.
+        """The number of nodes that so many ranks fill.
 
         >>> cluster("h100-ib").nodes(8), cluster("h100-ib").nodes(9)
         (1, 2)
@@ -250,7 +250,7 @@ class Cluster:
         ranks: int | None = None,
         stride: int = 1,
     ) -> float:
-        """How long a collective takes, if all ranks call it together and the network is free.
+        """The milliseconds of a collective, if all ranks call it together and the network is free.
 
         Over several nodes a ring's bytes leave a node through the outer links of all its ranks at once. So
         one rank's inner link or a node's outer links together, whichever is slower, set the pace; a last node
@@ -332,7 +332,7 @@ class Cluster:
     def _ms_of(
         self, op: str, algorithm: str, load: Traffic, ranks: int, span: _Span, at_once: float | None
     ) -> float:
-        """How long the collective of a group takes whose ranks lie on nodes in this way."""
+        """The milliseconds of the collective of a group whose ranks lie on nodes in this way."""
         inside_bytes = load.busiest_bytes if at_once is None else load.total_bytes * at_once
         # What was measured for an exchange holds for an all-to-all too, unless that was measured itself.
         alike = "exchange" if op in PAIRWISE else op

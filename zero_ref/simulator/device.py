@@ -13,7 +13,7 @@ from zero_ref.simulator._checks import check_number
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes with.
+    """The device that one rank computes with.
 
     Args:
         tflops: 10^12 operations a second, at the peak, in the dtype that the model is trained in; of a
@@ -110,7 +110,7 @@ class Device:
         )
 
     def compute_ms(self, flops: float, tensors: float = 0) -> float:
-        """How long so many floating-point operations take, in forward and backward of so many tensors.
+        """The milliseconds of so many floating-point operations, in forward and backward of so many tensors.
 
         >>> from zero_ref.simulator.cluster import cluster
         >>> round(cluster("a100-ib").device.compute_ms(312e12))
@@ -119,7 +119,7 @@ class Device:
         return tensors * self.overhead_us / 1e3 + flops / (self.tflops * self.reached * 1e9)
 
     def product_ms(self, flops: float, nbytes: float) -> float:
-        """How long a matrix product takes whose matrices have so many bytes.
+        """The milliseconds of a matrix product whose matrices have so many bytes.
 
         Large ones reach `reached` of the peak, and those with `knee` operations for each byte half of that.
         None is faster than its bytes can be read and written once.
@@ -146,7 +146,7 @@ class Device:
         return self.product_passes * self.touch_ms(1e9) / self.compute_ms(1e9)
 
     def attention_ms(self, flops: float) -> float:
-        """How long flash attention takes.
+        """The milliseconds of flash attention.
 
         >>> from zero_ref.simulator.cluster import cluster
         >>> round(cluster("a100-ib").device.attention_ms(187.2e12))
@@ -155,7 +155,7 @@ class Device:
         return flops / (self.tflops * (self.attention_reached or self.reached) * 1e9)
 
     def touch_ms(self, nbytes: float, tensors: float = 0) -> float:
-        """How long it takes to read or write so many bytes, in an update of so many tensors.
+        """The milliseconds to read or write so many bytes, in an update of so many tensors.
 
         >>> from zero_ref.simulator.cluster import cluster
         >>> round(cluster("a100-ib").device.touch_ms(2039e9))

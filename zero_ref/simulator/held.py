@@ -1,4 +1,4 @@
-"""What a rank holds while it goes through its operations: bytes by kind, each time they change."""
+"""The memory of a rank while it goes through its operations: bytes by kind, each time they change."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class _Changes:
                 self.add(kind, -nbytes, ms)
 
     def _given(self, one: Operation) -> dict[str, int]:
-        """What an operation frees, by kind. Of gradients with `shares`, an owner keeps its own."""
+        """The bytes that an operation frees, by kind. Of gradients with `shares`, an owner keeps its own."""
         if one.label in ("forward", "backward"):  # a gathered unit is freed first, all else is activations
             unit = min(one.gives, self.gathered.get(one.part, 0))
             if unit:

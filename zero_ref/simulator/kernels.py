@@ -54,7 +54,7 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """What forward or backward of the whole model computes.
+    """The work of forward or backward of the whole model.
 
     Args:
         products: of weights. Their gradients are products of the same three lengths, in another order, which
@@ -71,11 +71,11 @@ class Pass:
 
     @property
     def flops(self) -> float:
-        """Of products and attention."""
+        """The floating-point operations of products and attention."""
         return sum(one.flops for one in self.products) + self.attention_flops
 
     def ms(self, device: Device) -> float:
-        """How long a device takes, one kernel after another.
+        """The milliseconds that a device takes, one kernel after another.
 
         >>> from zero_ref.simulator.cluster import cluster
         >>> a_product = Pass((Product(8192, 4096, 14336),), attention_flops=0, touched_bytes=0)
@@ -415,7 +415,7 @@ def kernels(
 
 
 class _Adapters(NamedTuple):
-    """What adapters add to forward and backward of all blocks."""
+    """The work that adapters add to forward and backward of all blocks."""
 
     forward: Pass
     backward: Pass

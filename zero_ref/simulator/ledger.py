@@ -112,7 +112,7 @@ class Ledger:
 
 
 def ledger(numel: int, world_size: int, stage: int, convention: str | Convention = MIXED_16) -> Ledger:
-    """What one of `world_size` ranks holds at a ZeRO stage, if the sharded parts divide evenly.
+    """Count the memory of one of `world_size` ranks at a ZeRO stage, if the sharded parts divide evenly.
 
     Stage 0 is plain data parallelism: everything is on every rank. Stage 1 divides the optimizer's bytes by
     the number of ranks, stage 2 the gradients' too, stage 3 the parameters' too. Activations, communication
@@ -152,7 +152,7 @@ def check_stage(stage: int) -> None:
 
 @dataclass(frozen=True)
 class StateRule:
-    """What an optimizer keeps for each tensor that it updates.
+    """The state that an optimizer keeps for each tensor that it updates.
 
     >>> StateRule(tensors=2, scalar_bytes=4).nbytes(numel=10, itemsize=2)      # Adam on ten bfloat16 elements
     44

@@ -31,7 +31,7 @@ FIRST_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """What decides how much memory a run needs.
+    """The settings that decide how much memory a run needs.
 
     >>> MemorySettings(stage=2).convention
     'mixed-16'
@@ -208,7 +208,7 @@ class Memory:
 
 
 def average_memory(params: Sequence[ParamSpec], world_size: int, settings: MemorySettings) -> Memory:
-    """What a rank holds if all that the stage divides is divided evenly. Padding is not counted.
+    """Count the memory of a rank if all that the stage divides is divided evenly. Padding is not counted.
 
     >>> from zero_ref.simulator.ledger import format_bytes
     >>> from zero_ref.simulator.models import shapes, specs
@@ -249,7 +249,7 @@ def memory_of_ranks(
     *,
     padding_bytes: int | None = None,
 ) -> tuple[Memory, ...]:
-    """What each rank of a partition holds, in whole bytes.
+    """Count the memory of each rank of a partition, in whole bytes.
 
     >>> from zero_ref.plan.rules import sorted_greedy
     >>> params = [ParamSpec(1000), ParamSpec(24)]

@@ -47,7 +47,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Paces:
-    """How fast the ranks compute.
+    """The speed at which each rank computes.
 
     Args:
         slow, jitter, seed: as given to `play`.

@@ -1,4 +1,4 @@
-"""How long each operation of a schedule takes on a cluster, if nothing holds it up."""
+"""The time of each operation of a schedule on a cluster, if nothing holds it up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero_ref.simulator.traffic import PAIRWISE
 
 @dataclass(frozen=True)
 class Workload:
-    """What a rank computes in an iteration, for its own part of the batch.
+    """The work of a rank in an iteration, for its own part of the batch.
 
     Args:
         tokens: in the rank's own part.
@@ -54,7 +54,7 @@ class Workload:
             check_number(name, getattr(self, name))
 
     def compute_ms(self, operation: Operation, numel: int, device: Device) -> float:
-        """How long a device computes on so many elements.
+        """The milliseconds that a device computes on so many elements.
 
         With kernels it is the part of the whole model's time that so many elements are of all. Else a forward
         takes 2 floating-point operations for each parameter and token, a backward twice that, and another
@@ -104,7 +104,7 @@ class Price(NamedTuple):
 def price(
     schedule: Schedule, cluster: Cluster, workload: Workload, known: Sequence[Price] = ()
 ) -> list[Price]:
-    """How long each operation of a schedule takes, if nothing holds it up.
+    """Return the time of each operation of a schedule, if nothing holds it up.
 
     >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.cluster import cluster

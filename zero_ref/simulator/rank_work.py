@@ -1,4 +1,4 @@
-"""What one rank computes, and keeps for it, whatever the strategy: parameters, activations, kernels."""
+"""The parameters, activations and kernels of one rank, whatever the strategy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RankWork(Training):
 
     @property
     def adapters(self) -> Lora | None:
-        """What is trained beside frozen weights; None where all parameters are trained."""
+        """The adapters that are trained beside frozen weights; None where all parameters are trained."""
         return None if self.lora is None else Lora(self.lora, self.lora_on)
 
     @cached_property
@@ -153,12 +153,12 @@ class RankWork(Training):
 
     @property
     def activation_bytes(self) -> int:
-        """Of one rank, what forward leaves for backward."""
+        """The bytes that forward leaves for backward on one rank."""
         return self.activations.kept
 
     @property
     def attention_share(self) -> float:
-        """What attention adds to the operations of forward and backward, as a share of the parameters'.
+        """The operations that attention adds to forward and backward, as a share of the parameters'.
 
         >>> from zero_ref.simulator.cluster import cluster
         >>> from zero_ref.simulator.models import MODELS
@@ -182,7 +182,7 @@ class RankWork(Training):
 
     @cached_property
     def kernels(self) -> Kernels | None:
-        """What forward and backward of a micro-batch compute; None for a model that is no transformer."""
+        """The work of forward and backward of a micro-batch; None for a model that is no transformer."""
         if (model := self.transformer) is None:
             return None
         return kernels(
@@ -202,7 +202,7 @@ class RankWork(Training):
 
     @property
     def workload(self) -> Workload:
-        """What forward and backward compute, and what an update reads and writes."""
+        """The work of forward and backward, and the bytes that an update reads and writes."""
         return Workload(
             self.tokens_of_pass,
             recompute=self.checkpointing == "full",

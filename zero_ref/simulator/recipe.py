@@ -19,7 +19,7 @@ from zero_ref.simulator.operations import WAYS, WAYS_OF_DDP, WAYS_WITHOUT_DDP
 LOCAL_SGD = "local-sgd"
 
 REDUCED_IN = ("bfloat16", "float16", "float32")
-"""What gradients can travel in, beside the parameters' own dtype."""
+"""The dtypes in which gradients can travel, beside the parameters' own."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Recipe:
         return way in self.ways
 
     def group_of(self, world_size: int) -> int:
-        """How many ranks share the state, of so many.
+        """The number of ranks that share the state, of so many.
 
         Raises:
             ValueError: they cannot be divided into groups of `shard_group`.

@@ -57,12 +57,12 @@ class Candidate:
 
     @property
     def tokens(self) -> int:
-        """Of an update, over all ranks."""
+        """The tokens of an update, over all ranks."""
         return self.scenario.tokens * self.scenario.world_size
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together.
+        """The tokens a second of all ranks together.
 
         Raises:
             ValueError: it was not timed.
@@ -100,7 +100,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """The result of a search.
 
     Args:
         tokens: that were asked for.
@@ -136,7 +136,7 @@ class Found:
         return kept
 
     def left_out(self, strategy: str) -> LeftOut | None:
-        """What does not fit under a strategy; None if nothing was left out."""
+        """The runs that do not fit under a strategy; None if none was left out."""
         too_large = [one for one in self.candidates if one.strategy == strategy and one.fits is False]
         if not too_large:
             return None

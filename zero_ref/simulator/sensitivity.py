@@ -1,4 +1,4 @@
-"""What a conclusion depends on: the same comparison with one circumstance changed at a time.
+"""The numbers that a conclusion depends on: a comparison with one circumstance changed at a time.
 
 "Strategy A is faster than B" holds for a cluster, a number of ranks and a bucket size, and none of them is
 known exactly. `sensitivity` varies each of them, and says where the other strategy wins. `what_if` takes one
@@ -91,7 +91,7 @@ FACTORS: dict[str, str] = {
     "share of attention": "what attention reaches of it, 1 at most",
     "share of memory": "what kernels limited by memory reach of its bandwidth, 1 at most",
 }
-"""What can be varied, by name."""
+"""The circumstances that can be varied, by name."""
 
 
 def scaled(setting: Setting, factor: str, scale: float) -> Setting:

@@ -1,7 +1,7 @@
-"""How far a prediction may be off: an interval, from published runs that nothing was fitted to.
+"""The error of a prediction, as an interval from published runs that nothing was fitted to.
 
 The factors here are what `benchmarks/judged.py` computes from these runs. They are constants, so that a
-simulation needs neither the runs nor the time to simulate them; tests/test_judged.py holds the two together.
+simulation needs neither the runs nor the time to simulate them; tests/test_validation.py holds them together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHARE = 0.8
 
 @dataclass(frozen=True)
 class Spread:
-    """What a prediction is multiplied with at the ends of its interval.
+    """The two factors that take a prediction to the ends of its interval.
 
     >>> Spread(0.9, 1.25).around(200.0)
     (180.0, 250.0)
@@ -83,10 +83,10 @@ def _first_beyond(weighted: Sequence[tuple[float, float]], outside: float) -> fl
 
 
 TIME = Spread(0.779, 1.699)
-"""Of a time."""
+"""The interval of a predicted time."""
 
 MEMORY = Spread(0.812, 1.202)
-"""Of what a GPU holds."""
+"""The interval of the predicted memory of a GPU."""
 
 
 def around(ms: float) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from zero_ref.simulator.operations import COMPUTE, NEEDS, NETWORK, SIDE_STREAM, 
 
 
 class BucketTimes(NamedTuple):
-    """How long each part of the work on one gradient bucket takes on one rank, if nothing holds it up.
+    """The milliseconds of each part of the work on one gradient bucket, on one rank, if nothing holds it up.
 
     Args:
         backward_ms: from the end of the bucket before until the gradients of this bucket are complete.
@@ -70,7 +70,7 @@ class Timeline:
 
     @property
     def idle_ms(self) -> float:
-        """How long this rank computes nothing."""
+        """The milliseconds in which this rank computes nothing."""
         return self.makespan_ms - self._computing_ms
 
     @property
@@ -89,7 +89,7 @@ class Timeline:
 
 
 def covered_ms(events: Iterable[Event]) -> float:
-    """How long at least one of `events` is under way.
+    """The milliseconds in which at least one of `events` is under way.
 
     >>> covered_ms([Event("compute", "backward", 0, 0, 5), Event("network", "reduce", 0, 3, 9)])
     9.0

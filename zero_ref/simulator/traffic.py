@@ -1,4 +1,4 @@
-"""What each collective makes the network do: rounds of messages, and bytes.
+"""The load that each collective puts on the network: rounds of messages, and bytes.
 
 The algorithms are those of NCCL and Gloo. How long the messages take on a network is said by `cluster`.
 """
@@ -15,7 +15,7 @@ from zero_ref.simulator._checks import check_name, check_number
 
 
 class Traffic(NamedTuple):
-    """What one collective makes the network do.
+    """The load that one collective puts on the network.
 
     Args:
         rounds: messages that follow one another, each waiting for the one before.
@@ -54,7 +54,7 @@ def traffic(
     algorithm: str = "ring",
     shares: Sequence[float] | None = None,
 ) -> Traffic:
-    """What a collective over `world_size` ranks makes the network do.
+    """Return the load that a collective over `world_size` ranks puts on the network.
 
     On one rank there is nothing to do. In a ring each rank sends (N-1)/N of the payload, and twice that for
     an all-reduce, which is the least that an all-reduce can do with while ranks add. A broadcast goes around

@@ -1,4 +1,4 @@
-"""What is trained, on what, and how: the fields of a `Scenario`, each with what people may ask for."""
+"""The description of a training run: the fields of a `Scenario`, each with what people may ask for."""
 
 from __future__ import annotations
 

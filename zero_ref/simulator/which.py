@@ -260,7 +260,7 @@ class Compared:
 
     @cached_property
     def _numbers(self) -> dict[str, str]:
-        """What decides each question, in words."""
+        """The quantity that decides each question, in words."""
         passes, tokens = self.scenario.accumulation, f"{self.scenario.tokens_of_pass:,} tokens"
         leanest = min(self.runs, key=lambda name: self.runs[name].peak_bytes)
         several = f"{passes} passes; {self._memory('stage 2, no_sync')}" if passes > 1 else "one pass"
@@ -291,7 +291,7 @@ class Compared:
 
     @property
     def advice(self) -> Advice:
-        """Where that way ends."""
+        """The advice at the end of that way."""
         advice = nodes_on(TREE, self.path)[-1]
         assert isinstance(advice, Advice)
         return advice
@@ -317,22 +317,22 @@ class Compared:
 
     @property
     def gb_per_s(self) -> float:
-        """W: what arrives at each rank, in 10^9 bytes a second, while all gather the largest block."""
+        """W: the 10^9 bytes a second that arrive at each rank while all gather the largest block."""
         return self._arriving(self.scenario.world_size)
 
     @property
     def tokens_needed(self) -> float:
-        """Of a pass, to hide what all ranks gather, latency included."""
+        """The tokens that a pass needs to hide the gathers of all ranks, latency included."""
         return self._needed(self.scenario.world_size)
 
     @property
     def tokens_needed_in_node(self) -> float:
-        """Of a pass, to hide what the ranks of a node gather."""
+        """The tokens that a pass needs to hide the gathers of the ranks of a node."""
         return self._needed(min(self.scenario.world_size, self.scenario.cluster.ranks_per_node))
 
     @property
     def saved_by_dividing(self) -> float:
-        """What dividing the step among the ranks can save of an update's computing, as a share."""
+        """The share of an update's computing that dividing the step among the ranks can save."""
         update_ms = self._computing_ms("step")
         passes_ms = self._computing_ms("forward") + self._computing_ms("backward")
         share = update_ms / (update_ms + self.scenario.accumulation * passes_ms)
