@@ -30,7 +30,13 @@ def page_to_try() -> str:
     return next(pages_to_try())
 
 
-each_page = pytest.mark.parametrize("chapter", list(pages_to_try()))
+each_page = pytest.mark.parametrize(
+    "chapter",
+    [
+        pytest.param(address, marks=pytest.mark.thorough if place else ())
+        for place, address in enumerate(pages_to_try())
+    ],
+)
 
 
 def open_to_try(visit: Callable[..., Visit], address: str, **how: object) -> Visit:
@@ -125,6 +131,7 @@ def test_a_cell_prints_what_the_page_and_the_package_print_as_it_stands_and_edit
     assert one.trouble() == []
 
 
+@pytest.mark.thorough
 def test_a_cell_uses_what_its_reader_made_of_a_cell_above(
     visit: Callable[..., Visit], page_to_try: str
 ) -> None:
@@ -235,6 +242,7 @@ def test_nothing_is_fetched_before_the_button_is_pressed(
     assert one.page.workers == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_on_a_phone_it_fits_and_shuts_nobody_out(visit: Callable[..., Visit], axe: str, dark: bool) -> None:
     for address in pages_to_try():
