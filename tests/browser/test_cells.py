@@ -30,15 +30,6 @@ def page_to_try() -> str:
     return next(pages_to_try())
 
 
-each_page = pytest.mark.parametrize(
-    "chapter",
-    [
-        pytest.param(address, marks=pytest.mark.thorough if place else ())
-        for place, address in enumerate(pages_to_try())
-    ],
-)
-
-
 def open_to_try(visit: Callable[..., Visit], address: str, **how: object) -> Visit:
     """A chapter with its predictions made, so that nothing is covered."""
     one = visit(address, **how)
@@ -103,7 +94,13 @@ def changed(source: str) -> str:
     return f"{other}\nprint('edited')"
 
 
-@each_page
+@pytest.mark.parametrize(
+    "chapter",
+    [
+        pytest.param(address, marks=pytest.mark.thorough if place else ())
+        for place, address in enumerate(pages_to_try())
+    ],
+)
 def test_a_cell_prints_what_the_page_and_the_package_print_as_it_stands_and_edited(
     visit: Callable[..., Visit], chapter: str
 ) -> None:
