@@ -93,7 +93,7 @@ CASES = {
         f"mixture-{seed}": Case(
             functools.partial(Mixture, seed), random.Random(seed).choice([None, 0.01, 0.002, 0.0003])
         )
-        for seed in range(5)
+        for seed in (0, 2, 3, 6, 9)  # of many kinds: see below
     },
 }
 
