@@ -102,13 +102,12 @@ def train_and_save(directory: Path, in_background: bool, victim: int = -1, delay
         killer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
         killer.start()
     try:
-        # The ranks of the round before are gone, perhaps killed: their mark need not become stale first.
         if in_background:
-            pending = save_sharded_async(optimizer, directory, notes=notes, take_over=True)
+            pending = save_sharded_async(optimizer, directory, notes=notes)
             update(model, optimizer, iteration + 1)
             pending.wait()
         else:
-            save_sharded(optimizer, directory, notes=notes, take_over=True)
+            save_sharded(optimizer, directory, notes=notes)
     except RuntimeError:
         (directory / f"error-{optimizer.rank}").write_text(f"{time.time()}")
         os._exit(1)  # as a program does that nothing is left for: whoever waits for this rank learns of it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from zero_ref.lab.checkpoints import (
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.train import main as torchrun_main
 from zero_ref.simulator.recipe import RECIPES
-from zero_ref.state.save_owner import OWNER, Owner, is_of_this_job
 from zero_ref.state.saves import sealed
 
 CONFIG = TrainConfig("zero-even", 100, checkpoint_dir="run7", elastic=True)
@@ -274,49 +272,7 @@ def test_who_is_lost_again_and_again_from_one_save_is_not_started_for_ever(
         run(monkeypatch, lost(0, 1, 2, 3), steps=[0])
 
 
-def test_on_one_machine_all_ranks_of_a_run_are_of_one_job_and_of_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names: list[str | None] = []
-    call = Acts.__call__
-
-    def noted(acts: Acts, *args: Any, **options: Any) -> Any:
-        names.append(os.environ.get("ZERO_REF_JOB"))
-        return call(acts, *args, **options)
-
-    monkeypatch.setattr(Acts, "__call__", noted)
-    monkeypatch.delenv("ZERO_REF_JOB", raising=False)
-    for _ in range(2):
-        run(monkeypatch, lost(2), ["saved"], ["done"], steps=[0, 30, 40])
-    assert "ZERO_REF_JOB" not in os.environ
-    assert names[0] == names[1] == names[2] != names[3] == names[4] == names[5]
-    assert None not in names
-    monkeypatch.setenv("ZERO_REF_JOB", "given")
-    run(monkeypatch, ["done"], steps=[0])
-    assert (names[-1], os.environ["ZERO_REF_JOB"]) == ("given", "given")
-
-
 # --------------------------------------------------------------------------------------------- under torchrun
-
-
-def owner_elsewhere(directory: Path, job: str) -> None:
-    """The mark of a rank on another machine."""
-    owner = Owner.this_process()._replace(host="another", job=job)
-    directory.mkdir(exist_ok=True)
-    (directory / OWNER).write_bytes(sealed(owner._asdict()))
-
-
-def test_a_job_is_known_by_torchrun_s_name_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ZERO_REF_JOB", raising=False)
-    assert not is_of_this_job(tmp_path), "nobody's"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run7")
-    for job, same in (("TORCHELASTIC_RUN_ID=run7", True), ("TORCHELASTIC_RUN_ID=run8", False), ("", False)):
-        owner_elsewhere(tmp_path, job)
-        assert is_of_this_job(tmp_path) == same
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert not is_of_this_job(tmp_path), "two without a name are not the same"
-    (tmp_path / OWNER).write_text("damaged")
-    assert not is_of_this_job(tmp_path)
 
 
 def test_the_page_s_command_is_the_one_that_the_script_tries() -> None:

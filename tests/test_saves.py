@@ -47,10 +47,6 @@ def names_in(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-def always(_: Mark) -> bool:
-    return True
-
-
 def test_saves_are_numbered_on_and_a_number_is_not_given_twice(tmp_path: Path) -> None:
     directory = tmp_path / "directory"
     directory.mkdir()
@@ -63,7 +59,7 @@ def test_saves_are_numbered_on_and_a_number_is_not_given_twice(tmp_path: Path) -
     assert mark.id != other.id
     assert newest_complete(directory).path == first
     third, _ = new_save(directory, 2, {})
-    remove_old(third, 2, always)
+    remove_old(third, 2)
     assert names_in(directory) == ["save-00000001", "save-00000003"], "the interrupted one is gone"
 
 
@@ -80,7 +76,7 @@ def test_folders_of_the_users_own_are_neither_counted_nor_removed_whatever_their
     for _ in range(3):
         folder, _ = new_save(tmp_path, 2, {})
         complete(folder)
-        remove_old(folder, 1, always)
+        remove_old(folder, 1)
         assert newest_complete(tmp_path).path == folder
     assert folder.name == "save-00000007"
     assert names_in(tmp_path) == sorted([*theirs, folder.name])
@@ -94,7 +90,7 @@ def test_numbers_may_outgrow_their_eight_digits(tmp_path: Path) -> None:
         folder, _ = new_save(tmp_path, 2, {})
         complete(folder)
         assert newest_complete(tmp_path).path == folder
-        remove_old(folder, 2, always)
+        remove_old(folder, 2)
         names.append(folder.name)
     assert names == ["save-99999999", "save-100000000", "save-100000001"]
     assert names_in(tmp_path) == sorted(names[1:])
@@ -105,11 +101,11 @@ def test_as_many_complete_saves_are_kept_and_what_came_to_no_end_goes(tmp_path: 
         saved(tmp_path, number)
     (tmp_path / "save-00000005" / "shard-0-of-2.json").unlink()
     newest = tmp_path / "save-00000006"
-    remove_old(newest, 2, always, damaged=[tmp_path / "save-00000003"])
+    remove_old(newest, 2, damaged=[tmp_path / "save-00000003"])
     # 3 does not count, but is not older than what is kept; 5 is no save; 8 is newer.
     assert names_in(tmp_path) == [f"save-0000000{number}" for number in (2, 3, 6, 8)]
-    remove_old(newest, 1, lambda mark: mark.number != 2)
-    assert names_in(tmp_path) == [f"save-0000000{number}" for number in (2, 6, 8)]
+    remove_old(newest, 1)
+    assert names_in(tmp_path) == [f"save-0000000{number}" for number in (6, 8)]
 
 
 def test_a_save_whose_mark_is_damaged_or_of_another_folder_is_shown_and_stays(tmp_path: Path) -> None:
@@ -124,7 +120,7 @@ def test_a_save_whose_mark_is_damaged_or_of_another_folder_is_shown_and_stays(tm
     assert "save.json is damaged, or of another program" in problems[1]
     assert "this folder was written as save-00000004: rename it back" in problems[2]
     assert not any(save.is_complete for save in saves_in(tmp_path)[:3])
-    remove_old(tmp_path / "save-00000004", 1, always)
+    remove_old(tmp_path / "save-00000004", 1)
     assert len(saves_in(tmp_path)) == 4
     assert new_save(tmp_path, 2, {})[0].name == "save-00000005"
 
@@ -132,7 +128,7 @@ def test_a_save_whose_mark_is_damaged_or_of_another_folder_is_shown_and_stays(tm
 def test_what_the_user_has_put_into_a_save_stays_when_the_save_goes(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     (tmp_path / "save-00000001" / "tokenizer.json").write_text("mine")
-    remove_old(saved(tmp_path, 2), 1, always)
+    remove_old(saved(tmp_path, 2), 1)
     assert names_in(tmp_path / "save-00000001") == ["tokenizer.json"]
     assert saves_in(tmp_path)[0].number == 2
 
@@ -157,12 +153,12 @@ def test_an_interrupted_removal_leaves_nothing_that_looks_complete(
         with monkeypatch.context() as patch:
             patch.setattr(Path, "unlink", stopping)
             try:
-                remove_old(newest, 1, always)
+                remove_old(newest, 1)
             except KeyboardInterrupt:
                 [old, _] = saves_in(directory)
                 assert old.is_complete == (stop_at == 0)
                 assert old.mark, "it can be removed later"
-        remove_old(newest, 1, always)
+        remove_old(newest, 1)
         assert names_in(directory) == ["save-00000002"]
 
 
@@ -178,12 +174,12 @@ def test_a_crash_before_the_mark_or_after_it_leaves_no_folder_for_good(
         with monkeypatch.context() as patch:
             patch.setattr(owner, step, crash)
             with pytest.raises(KeyboardInterrupt):
-                remove_old(saved(directory, 2), 1, always) if step == "rmdir" else new_save(directory, 2, {})
+                remove_old(saved(directory, 2), 1) if step == "rmdir" else new_save(directory, 2, {})
         [left] = {*directory.iterdir()} - {save.path for save in saves_in(directory)}
         assert left.name == ("save-00000001" if step == "rmdir" else "save-00000002")
         assert not names_in(left) or (left / f"{MARK}.part").exists()
         newest, _ = new_save(directory, 2, {})
-        remove_old(complete(newest), 2, always)
+        remove_old(complete(newest), 2)
         assert names_in(directory) == sorted(
             [first.name if step != "rmdir" else "save-00000002", newest.name]
         )
@@ -198,7 +194,7 @@ def test_an_unmarked_folder_with_anything_else_in_it_stays(tmp_path: Path) -> No
     (tmp_path / "save-00000009").mkdir()
     before = names_in(tmp_path)
     newest, _ = new_save(tmp_path, 2, {})
-    remove_old(complete(newest), 1, always)
+    remove_old(complete(newest), 1)
     assert names_in(tmp_path) == sorted([*before, "save-00000004"])
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from zero_ref.lab.checkpoints import Stretch, counted, stretches
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.logs import StepDone
 from zero_ref.lab.train import Measured, train
-from zero_ref.state import save_owner
 from zero_ref.state.save_owner import OWNER, Owner
 from zero_ref.state.saves import sealed
 
@@ -89,27 +87,15 @@ def leave_mark(directory: str, job: str) -> None:
     Path(directory, OWNER).write_bytes(sealed(owner._asdict()))
 
 
-def train_without_patience(config: TrainConfig) -> Measured:
-    """Train, where the mark of another job is renewed as soon as this one waits for it."""
-    save_owner.sleep = lambda _: os.utime(Path(str(config.checkpoint_dir), OWNER))
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            return train(config)
-    finally:
-        save_owner.sleep = time.sleep
-
-
 def test_a_rank_on_another_machine_takes_over_what_its_predecessor_left(
     saving: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert saving.checkpoint_dir
     leave_mark(saving.checkpoint_dir, "TORCHELASTIC_RUN_ID=run7")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run8")
-    with pytest.raises(ranks.RankError, match="belongs to another job"):
-        ranks.run(train_without_patience, 1, replace(saving, elastic=True))
+    with pytest.raises(ranks.RankError, match="belongs to another save"):
+        ranks.run(train, 1, replace(saving, elastic=True))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run7")
-    with pytest.raises(ranks.RankError, match="belongs to another job"):
-        ranks.run(train_without_patience, 1, saving)
     assert len(ranks.run(train, 1, replace(saving, elastic=True))[0].losses) == 12
 
 

@@ -27,7 +27,6 @@ from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.owned import MASTER
 from zero_ref.state.durable import make_directory, replacing
 from zero_ref.state.files import read_tables
-from zero_ref.state.save_owner import is_of_this_job
 from zero_ref.state.saves import DamagedError, saves_in
 from zero_ref.state.sharded import load_sharded, save_sharded
 
@@ -207,7 +206,6 @@ class ShardedSaves(Checkpoints):
     def __init__(self, config: TrainConfig, optimizer: ZeroRedundancyOptimizer) -> None:
         self.config, self.optimizer = config, optimizer
         self.directory = Path(str(config.checkpoint_dir))
-        self._has_saved = False
 
     def load(self) -> tuple[int, Losses]:
         """As in `Checkpoints`, from the newest intact save; from the beginning if `elastic` finds none.
@@ -238,16 +236,11 @@ class ShardedSaves(Checkpoints):
 
     def save(self, step: int, losses: Losses) -> None:
         """As in `Checkpoints`."""
-        # A rank that was lost has left its mark, which is not stale for minutes. Where torchrun or
-        # `elastic.run` has started the ranks again, the new rank 0 need not wait for that.
-        take_over = self.config.elastic and not self._has_saved and is_of_this_job(self.directory)
         save_sharded(
             self.optimizer,
             self.directory,
             notes={"step": step, "losses": losses.means(), **_identity(self.config)},
-            take_over=take_over,
         )
-        self._has_saved = True
 
 
 def _identity(config: TrainConfig) -> dict[str, Any]:

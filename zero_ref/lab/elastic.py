@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,7 +31,6 @@ from zero_ref.lab._rank_error import RankError
 from zero_ref.lab.checkpoints import newest_step, stretches
 from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.patience import patience
-from zero_ref.state.save_owner import JOB_NAMES
 
 T = TypeVar("T")
 
@@ -46,20 +44,6 @@ RUNS_FROM_ONE_SAVE = 3
 # ------------------------------------------------------------------------------------------- on one machine
 
 
-@contextlib.contextmanager
-def _job_with_a_name() -> Iterator[None]:
-    """Name the job for its ranks, so that they take over the directory of ranks that were killed."""
-    name = JOB_NAMES[0]
-    given = name in os.environ
-    os.environ.setdefault(name, secrets.token_hex(8))
-    try:
-        yield
-    finally:
-        if not given:
-            del os.environ[name]
-
-
-@_job_with_a_name()
 def run(
     fn: Callable[..., T],
     world_size: int,

@@ -4,7 +4,7 @@ This module adds to `stairs/owners.py`, which saves nothing, that an interrupted
 intact:
 
     directory/
-        owner.json               the job that saves here (`save_owner.py`)
+        owner.json               who saves here, while a save is under way (`save_owner.py`)
         save-00000007/           one folder for each save; nothing is ever written into an older one
             save.json            its mark, written first: the identity of the save, how many ranks
             shard-0-of-4.bin     rank 0's data: its tensors, end to end, as they lie in memory
@@ -31,7 +31,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -267,14 +267,11 @@ def new_save(directory: Path, ranks: int, owner: Mapping[str, Any]) -> tuple[Pat
     return folder, mark
 
 
-def remove_old(
-    newest: Path, keep: int, may_remove: Callable[[Mark], bool], damaged: Collection[Path] = ()
-) -> None:
+def remove_old(newest: Path, keep: int, damaged: Collection[Path] = ()) -> None:
     """Keep `keep` complete saves; remove older saves, and what interrupted saves and removals have left.
 
     Args:
         newest: the save under way, or just completed. Later saves stay, and do not count.
-        may_remove: tells from a save's mark whether the save may be removed.
         damaged: folders that are known to be damaged; they do not count as complete.
     """
     last = int(newest.name.removeprefix("save-"))
@@ -284,9 +281,8 @@ def remove_old(
     oldest_kept = intact[-keep:][0] if intact else 0
     # An incomplete save that is not the newest was interrupted: nobody will complete it.
     for save in saves:
-        assert save.mark is not None
         obsolete = save.number < oldest_kept or not save.is_complete
-        if obsolete and save.path != newest and may_remove(save.mark):
+        if obsolete and save.path != newest:
             _remove(save)
     _remove_unmarked(newest.parent, last)
 

@@ -89,25 +89,21 @@ def save_sharded(
         parameters: write the parameters too, including frozen ones. A model's buffers, such as the running
             means of a BatchNorm, are no parameters: save them yourself.
         keep: the number of complete saves that stay; older saves are removed once the new one is complete.
-        take_over: save even though the directory belongs to another job, which you know to be gone. Without
-            this option the first save after a crash waits, 5 minutes at most (see `save_owner.py`).
+        take_over: save even though another job was saving here, which you know to be gone. Without
+            this option a save that was interrupted on another host is an error (see `save_owner.py`).
     Raises:
         OSError: this rank could not write, such as for a full disk; names the file.
         TypeError: the state, an option or a note cannot be saved.
-        RuntimeError: another job saves into this directory; names that job.
+        RuntimeError: another process saves into this directory, or was interrupted there; names it.
         RuntimeError, ValueError: another rank failed, stopped, or passes other arguments.
         If one rank raises, all raise.
-    Warns:
-        UserWarning: the directory belongs to another job, and rank 0 waits to see whether that job is alive.
     Collective: all ranks of the group.
     Cost: each rank writes its 1/N of state and parameters, and computes their SHA-256. Between ranks: two
         all-gathers of 32 bytes, one broadcast of the folder's name. Until the new save is complete, the disk
         has one save more than `keep`.
     """
     save = _prepare_save(optimizer, directory, notes, parameters, keep, take_over)
-    failure = save.write()
-    save.seal(failure)
-    save.tidy()
+    save.complete(save.write())
 
 
 def save_sharded_async(
@@ -159,18 +155,14 @@ class PendingSave:
             RuntimeError: another rank could not write its part, or stopped.
         Collective: all ranks of the group.
         """
-        # Also after an error the save is not sealed again: the other ranks would not take part.
+        # Also after an error the save is not completed again: the other ranks would not take part.
         save, self._unsealed = self._unsealed, None
         if save is not None:
-            save.seal(self._writing.result())
-            save.tidy()
+            save.complete(self._writing.result())
 
 
 _PENDING: weakref.WeakKeyDictionary[ZeroRedundancyOptimizer, PendingSave] = weakref.WeakKeyDictionary()
 """The last background save of each optimizer."""
-
-_OWNERSHIPS: weakref.WeakKeyDictionary[ZeroRedundancyOptimizer, set[Ownership]] = weakref.WeakKeyDictionary()
-"""The directories that an optimizer has saved to, which belong to this job while the optimizer exists."""
 
 _KNOWN_DAMAGED: set[Path] = set()
 """The folders of saves that a load has skipped. They do not count as saves to keep."""
@@ -185,7 +177,7 @@ def _wait_for_pending(optimizer: ZeroRedundancyOptimizer) -> None:
 
 @dataclass
 class _PreparedSave:
-    """A save that ranks have agreed on: this rank has yet to `write`, `seal` and `tidy`.
+    """A save that ranks have agreed on: this rank has yet to `write` and `complete` it.
 
     Args:
         folder: the new save's folder, the same on all ranks.
@@ -201,7 +193,7 @@ class _PreparedSave:
     ownership: Ownership | None
 
     def write(self) -> Exception | None:
-        """Write this rank's files, without communication; return the error, if any, for `seal`."""
+        """Write this rank's files, without communication; return the error, if any, for `complete`."""
         try:
             self.writer.finish(*self.writer.write_data(self.ranges))
         except Exception as error:
@@ -211,9 +203,14 @@ class _PreparedSave:
             self.ranges = {}
         return None
 
-    def seal(self, failure: Exception | None) -> None:
+    def complete(self, failure: Exception | None) -> None:
         """Return when all ranks have written; raise on all ranks if one has failed. Collective."""
-        agree(self.comm, f"complete the checkpoint {self.folder}", failure or [])
+        try:
+            agree(self.comm, f"complete the checkpoint {self.folder}", failure or [])
+            self.tidy()
+        finally:
+            if self.ownership is not None:
+                self.ownership.end()
 
     def tidy(self) -> None:
         """Remove older saves and what interrupted saves have left, on rank 0."""
@@ -221,7 +218,7 @@ class _PreparedSave:
         if self.ownership is not None and self.ownership.is_valid():
             # The checkpoint is complete whether or not this succeeds. The next save tries again.
             with contextlib.suppress(OSError):
-                remove_old(self.folder, self.keep, self.ownership.may_remove, _KNOWN_DAMAGED)
+                remove_old(self.folder, self.keep, _KNOWN_DAMAGED)
 
 
 @torch.no_grad()
@@ -239,30 +236,33 @@ def _prepare_save(
     optimizer.current()
     comm, path = optimizer.collectives, Path(directory).absolute()
     ownership, name_and_id = None, ["", ""]
-    with agreement(comm, "save a sharded checkpoint") as facts:
-        # 1. Each rank collects what it is to write. If a rank fails here, all ranks raise.
-        if type(keep) is not int or keep < 1:
-            raise ValueError(f"rank {comm.rank}: keep takes a number of saves from 1 on, not {keep!r}.")
-        notes_text = _notes_as_json(notes)
-        ranges, entries = ranges_to_save(optimizer, parameters, as_copies)
-        contents: dict[str, Any] = {"state": entries}
-        # 2. Rank 0 makes this job the owner of the directory, and makes a folder for the save.
-        if comm.rank == 0:
-            contents |= {"notes": json.loads(notes_text), **contents_of(optimizer)}
-            make_directory(path)
-            ownership = become_owner(path, take_over)
-            _OWNERSHIPS.setdefault(optimizer, set()).add(ownership)
-            folder, mark = new_save(path, comm.world_size, ownership.owner._asdict())
-            name_and_id = [folder.name, mark.id]
-        # 3. All ranks compare what they are about to save, and learn that rank 0 owns the directory.
-        facts += [f"directory {path}", f"parameters={parameters}", f"keep={keep}", f"notes {notes_text}"]
-        facts += optimizer.standing_facts()
-    # All ranks have agreed. Rank 0 tells them the folder.
-    name, id_ = broadcast_json(comm, name_and_id, src=0)
-    writer = ShardWriter(path / name, comm.rank, comm.world_size, contents, id_)
-    save = _PreparedSave(comm, path / name, writer, ranges, keep, ownership)
-    # What interrupted saves have left may be what fills the disk, so remove it before writing.
-    save.tidy()
+    with contextlib.ExitStack() as on_failure:
+        with agreement(comm, "save a sharded checkpoint") as facts:
+            # 1. Each rank collects what it is to write. If a rank fails here, all ranks raise.
+            if type(keep) is not int or keep < 1:
+                raise ValueError(f"rank {comm.rank}: keep takes a number of saves from 1 on, not {keep!r}.")
+            notes_text = _notes_as_json(notes)
+            ranges, entries = ranges_to_save(optimizer, parameters, as_copies)
+            contents: dict[str, Any] = {"state": entries}
+            # 2. Rank 0 makes this process the owner of the directory, and makes a folder for the save.
+            if comm.rank == 0:
+                contents |= {"notes": json.loads(notes_text), **contents_of(optimizer)}
+                make_directory(path)
+                ownership = become_owner(path, take_over)
+                on_failure.callback(ownership.end)
+                folder, mark = new_save(path, comm.world_size, ownership.owner._asdict())
+                name_and_id = [folder.name, mark.id]
+            # 3. All ranks compare what they are about to save, and learn that rank 0 owns the directory.
+            facts += [f"directory {path}", f"parameters={parameters}", f"keep={keep}", f"notes {notes_text}"]
+            facts += optimizer.standing_facts()
+        # All ranks have agreed. Rank 0 tells them the folder.
+        name, id_ = broadcast_json(comm, name_and_id, src=0)
+        writer = ShardWriter(path / name, comm.rank, comm.world_size, contents, id_)
+        save = _PreparedSave(comm, path / name, writer, ranges, keep, ownership)
+        # What interrupted saves have left may be what fills the disk, so remove it before writing.
+        save.tidy()
+        # The directory stays this process's own until the save is complete.
+        on_failure.pop_all()
     return save
 
 
