@@ -62,7 +62,6 @@ CHECKPOINT = (
     "-k",
     "parcels or stepped_together or loads_again or by_name_in_whatever",
 )
-REPARTITION = ("tests/test_repartition.py",)
 CLIP = ("tests/test_clip.py", "-k", "norms_of_3_4_and_12 or several_optimizers_raise")
 AVERAGING = ("tests/test_averaging.py",)
 LOCAL_SGD = ("tests/ranks/test_local_sgd.py", "-k", "equals_torch or virtual_ranks or was_stopped or differ")
@@ -251,13 +250,6 @@ MUTANTS = [
         CHECKPOINT,
     ),
     Mutant(
-        "a slice's state is placed as if it began its parameter",
-        "optimizer/entries.py",
-        'flat[entry["start"] - first : entry["stop"] - first]',
-        'flat[entry["start"] : entry["stop"]]',
-        REPARTITION,
-    ),
-    Mutant(
         "a checkpoint's parameters are taken in its own order",
         "optimizer/checkpoint.py",
         '"params": [place[name][1] for name in names]}',
@@ -270,13 +262,6 @@ MUTANTS = [
         "        left[dtype] -= nbytes\n",
         "",
         CHECKPOINT,
-    ),
-    Mutant(
-        "a moved slice takes the elements of another place along",
-        "optimizer/repartition.py",
-        "part = tensor[start - own.piece.start : stop - own.piece.start]",
-        "part = tensor[: stop - start]",
-        REPARTITION,
     ),
     Mutant(
         "only the first update is compared",

@@ -44,13 +44,12 @@ OPTIONS: dict[str, Sequence[Any]] = {
     # Operations between updates: whether there are any.
     "freeze": (False, True),
     "add_group": (False, True),
-    "repartition": (False, True),
     "whole_state": (False, True),
     "save_sharded": (False, True),
     "join": (False, True),
     "move": (False, True),
 }
-OPERATIONS = ("freeze", "add_group", "repartition", "whole_state", "save_sharded", "join")
+OPERATIONS = ("freeze", "add_group", "whole_state", "save_sharded", "join")
 DDP_WITH = ("ddp", "to_owners", "overlap", "interleaved")
 OVERLAPPED = DDP_WITH[2:]
 ON_THREADS = {"wrapper": 2, "join": 1}

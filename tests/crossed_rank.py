@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from crossed_loop import CLASSES, Data, Loop, Model, Passed, draw_block
-from crossed_options import CUTS, LISTS, OPTIONS, OVERLAPPED, Values
+from crossed_options import CUTS, LISTS, OVERLAPPED, Values
 from test_subclasses import Halved
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
@@ -344,12 +344,6 @@ class Rank:
         if self.gathers:
             self.zero.arriving.watch(self.model.blocks[-1])
         self.params_changed(rng)
-
-    def repartition(self, rng: Random) -> None:
-        numels, names = list(self.zero.partition.numels), list(OPTIONS["partition"])
-        if self.chosen["classes"] in ("muon", "low_bit"):
-            names.remove(CUTS)
-        self.zero.repartition(draw_partition(rng, rng.choice(names), numels, self.comm.world_size))
 
     def whole_state(self, rng: Random) -> None:
         """Gather the state, train on, and go back."""

@@ -92,7 +92,7 @@ SHAPES = [(), (0,), (0, 3), (1,), (7,), (64,), (128,), (192,), (1000,), (4, 3, 3
 MERGED = [(64,), (8, 16), (3, 64)]  # all of a multiple of 64 elements: stepped as one, in a bucket
 DTYPES = [torch.float32] * 8 + [torch.float64, torch.bfloat16, torch.complex64]
 HOOKS = [None, None, hook_with_zero_step, hook_with_zero_step_interleaved]
-OFTEN = ["step"] * 4 + ["repartition", "mistake", "move"]
+OFTEN = ["step"] * 4 + ["mistake", "move"]
 SELDOM = ["backward", "zero_grad", "clip", "options", "schedule", "freeze", "add_group", "consolidate"]
 SELDOM += ["save", "save", "restore", "restore"]
 offload.PIECE_NBYTES, offload.SMALL_NBYTES = 2**10, 2**8  # so that these small shards have several pieces
@@ -482,9 +482,6 @@ class Twins:
             optimizer.add_param_group(model.params_of(self.job, -1))
         self.wrap()
 
-    def repartition(self, rng: Random) -> None:
-        self.zero.repartition(self.job.draw_partition(rng))
-
     def consolidate(self, rng: Random) -> None:
         to = rng.choice(["all", "all", rng.randrange(self.comm.world_size)])
         state = self.whole_state(to)
@@ -555,10 +552,7 @@ class Twins:
         torn = {"state": state["state"], "param_groups": state["param_groups"][1:]}
         first = next(self.models[0].parameters())
         new = {"params": [("new", nn.Parameter(torch.zeros(3 if bad else 2)))]}
-        mine, empty = list(range(len(self.job.values))), [[]] * (world_size - 2)
         mistakes: list[Callable[[], Any]] = [
-            lambda: zero.repartition("by luck" if bad else "sorted_greedy"),
-            lambda: zero.repartition([[99]] * world_size if bad else "sorted_greedy"),
             lambda: zero.consolidate_state_dict(to=world_size if bad else 0),
             lambda: zero.load_state_dict(torn if bad else state),
             lambda: zero.load_state_dict(state | {"state": 7} if bad else state),
@@ -571,7 +565,6 @@ class Twins:
             mistakes += [
                 lambda: zero.consolidate_state_dict(to=0 if bad else "all"),
                 lambda: zero.add_param_group(new),
-                lambda: zero.repartition([[], mine, *empty] if bad else [mine, [], *empty]),
                 lambda: clip_grad_norm_(zero, 2.0 if bad else 1.0),
                 lambda: save_sharded(zero, self.folder / "c", parameters=bad),
                 lambda: load_sharded(zero, self.folder / ("a" if bad else "b")),

@@ -391,39 +391,18 @@ def _handed_on(case: Case, uninterrupted: list[Snapshot]) -> Iterator[tuple[str,
             load_sharded(optimizer, folder)
             return train(case, optimizer, params, rest)
 
-        def repartition(comm: Collectives) -> list[Snapshot]:
-            params, optimizer = sharded(case, comm)
-            train(case, optimizer, params, first)
-            owners = optimizer.partition.owner_of_param
-            optimizer.repartition(
-                [
-                    [n for n, owner in enumerate(owners) if (owner + 1) % RANKS == rank]
-                    for rank in range(RANKS)
-                ]
-            )
-            return train(case, optimizer, params, rest)
-
-        ways: dict[str, tuple[Callable[[], list[list[Snapshot]]], list[Snapshot]]] = {
-            "other owners": (
-                lambda: virtual.run(repartition, RANKS, timeout=600),
-                uninterrupted[len(first) :],
-            )
-        }
         try:
             state_dicts = virtual.run(save, RANKS, timeout=600)
         except RuntimeError as error:
             yield "saved", f"refused: {reason(error)}"
-        else:
-            ways |= {
-                "at 2 ranks": (
-                    lambda: virtual.run(load, FEWER_RANKS, state_dicts[0], timeout=600),
-                    expected,
-                ),
-                "unsharded": (lambda: [resume(state_dicts[1])], expected),
-                "files at 2 ranks": (lambda: virtual.run(load_files, FEWER_RANKS, timeout=600), expected),
-            }
-        for way, (run, wanted) in ways.items():
-            yield way, verdict(run, wanted)
+            return
+        ways: dict[str, Callable[[], list[list[Snapshot]]]] = {
+            "at 2 ranks": lambda: virtual.run(load, FEWER_RANKS, state_dicts[0], timeout=600),
+            "unsharded": lambda: [resume(state_dicts[1])],
+            "files at 2 ranks": lambda: virtual.run(load_files, FEWER_RANKS, timeout=600),
+        }
+        for way, run in ways.items():
+            yield way, verdict(run, expected)
 
 
 def made_with() -> dict[str, str]:

@@ -152,7 +152,6 @@ def frozen_step(trainee: Trainee, _: Path) -> None:
 
 AGREEMENTS: dict[str, Callable[[Trainee, Path], Any]] = {
     "consolidate": lambda trainee, _: trainee.zero.consolidate_state_dict(),
-    "repartition": lambda trainee, _: trainee.zero.repartition("even"),
     "save": lambda trainee, path: save_sharded(trainee.zero, path / "new"),
     "change which parameters": frozen_step,
 }

@@ -53,7 +53,7 @@ class Averaging(optim.SGD):
         return {**super().state_dict(), "average": 1.0}
 
 
-@pytest.mark.filterwarnings("ignore:.* can be trained, but not saved or repartitioned:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* can be trained, but not saved:UserWarning")
 @pytest.mark.parametrize("with_closure", [False, True])
 def test_a_class_that_draws_random_numbers_is_told_of(with_closure: bool) -> None:
     def on_rank(comm: Collectives, optimizer_class: Any) -> None:
@@ -70,7 +70,7 @@ def test_a_class_that_draws_random_numbers_is_told_of(with_closure: bool) -> Non
     virtual.run(on_rank, 1, Averaging, timeout=180)  # a warning would be an error
 
 
-@pytest.mark.filterwarnings("ignore:.* can be trained, but not saved or repartitioned:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* can be trained, but not saved:UserWarning")
 def test_state_beside_that_of_parameters_is_refused_where_it_would_be_lost(tmp_path: Path) -> None:
     def on_rank(comm: Collectives) -> None:
         params = start()
@@ -79,7 +79,6 @@ def test_state_beside_that_of_parameters_is_refused_where_it_would_be_lost(tmp_p
         lost: list[Any] = [
             optimizer.consolidate_state_dict,
             lambda: save_sharded(optimizer, tmp_path),
-            lambda: optimizer.repartition("registration_greedy"),
         ]
         for action in lost:
             with pytest.raises(TypeError, match=r"Averaging keeps \['average'\] in its state_dict"):

@@ -259,22 +259,6 @@ def test_several_parts_of_a_parameter_are_refused_alike_and_given_by_a_method() 
     virtual.run(on_rank, 2)
 
 
-def test_parameters_that_were_stepped_as_one_may_come_to_be_cut_in_turns() -> None:
-    def script(model: nn.Module, optimizer: Any, backward: Backward) -> Iterator[None]:
-        for step in range(4):
-            if step == 2 and isinstance(optimizer, ZeroRedundancyOptimizer):
-                optimizer.repartition(in_turns)
-            backward(step)
-            optimizer.step()
-            yield
-
-    def rows() -> nn.Module:
-        return nn.ParameterList(nn.Parameter(torch.ones(512)) for _ in range(4))
-
-    modes = [("sorted_greedy", True)]
-    assert_trains_as_plain(script, make_model=rows, world_sizes=[2], modes=modes, lr=0.01)
-
-
 def test_what_a_rank_does_not_have_is_said_or_empty_and_never_stored() -> None:
     def on_rank(comm: Collectives) -> None:
         params, zero = stepped(comm, "sorted_greedy")
@@ -400,7 +384,7 @@ def test_lists_of_parameters_that_were_changed_are_refused_before_anything_is_co
                 lists = [list(group["params"]) for group in groups]
                 zero.consolidate_state_dict("all")
                 change(zero.param_groups)
-                for act in (zero.step, zero.state_dict, lambda: zero.repartition("even")):
+                for act in (zero.step, zero.state_dict, zero.consolidate_state_dict):
                     with pytest.raises(RuntimeError, match=r"param_groups has .* requires_grad_\(False\)"):
                         act()
                 assert all(map(torch.equal, params, before))

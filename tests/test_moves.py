@@ -1,4 +1,4 @@
-"""The plan of a repartition: every element that changes owner moves once, and no other."""
+"""From one partition to another: every element that changes owner moves once, and no other."""
 
 from __future__ import annotations
 

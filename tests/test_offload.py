@@ -96,7 +96,6 @@ def test_a_shard_in_files_gives_the_same_numbers(
             assert all(files_of(optimizer))
             assert len(files_of(optimizer)) >= 2
         save_sharded(optimizer, tmp_path / f"{place is None}")
-        optimizer.repartition("even" if partition == "sorted_greedy" else "sorted_greedy")
         params[0].requires_grad_(False)
         fill(params, 4)
         params[0].grad = None
@@ -238,7 +237,7 @@ def test_own_counters_closures_and_other_dtypes(optimizer_class: Any, kind: str,
 
 
 def test_a_full_disk_leaves_state_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a warning, since other ranks go on: in a step, a load and a repartition."""
+    """With a warning, since other ranks go on: in a step and a load."""
 
     def on_rank(comm: Collectives, place: Path | None) -> Values:
         params = start(torch.float32)
@@ -249,7 +248,6 @@ def test_a_full_disk_leaves_state_in_memory(tmp_path: Path, monkeypatch: pytest.
         values = train(params, optimizer, range(2))
         optimizer.consolidate_state_dict("all")
         optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.repartition("even")
         return values + train(params, optimizer, range(2, 4))
 
     def full(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1317,20 +1317,13 @@ def adds_a_group(optimizer: Any, _: nn.Module) -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
 
 
-def repartitions(optimizer: Any, _: nn.Module) -> None:
-    optimizer.repartition("registration_greedy")
-
-
-@pytest.mark.parametrize(
-    ("change", "as_view"),
-    [(freezes, True), (adds_a_group, True), (repartitions, True), (repartitions, False)],
-)
+@pytest.mark.parametrize("change", [freezes, adds_a_group])
 def test_what_would_leave_kept_views_behind_is_refused_on_all_ranks_and_training_goes_on(
-    change: Callable[[Any, nn.Module], None], as_view: bool
+    change: Callable[[Any, nn.Module], None],
 ) -> None:
     def on_rank(comm: Collectives) -> Snapshot:
         model = Tangle()
-        optimizer = zero(comm, model.parameters(), KeepsViews, lr=0.1, parameters_as_bucket_view=as_view)
+        optimizer = zero(comm, model.parameters(), KeepsViews, lr=0.1, parameters_as_bucket_view=True)
         with pytest.raises(RuntimeError, match="KeepsViews keeps views of parameter"):
             change(optimizer, model)
         next(model.parameters()).requires_grad_(True)

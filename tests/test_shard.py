@@ -225,24 +225,6 @@ def test_a_run_of_32_bits_goes_on_in_16_bits_with_masters_and_back(
         assert_equal(trained, [copy.detach() for copy in copies])
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_a_repartition_hands_the_copies_over(flat: bool) -> None:
-    def on_rank(comm: Collectives) -> Values:
-        params, optimizer = made(comm, "sorted_greedy", flat)
-        train(params, optimizer, range(3))
-        optimizer.repartition("even")
-        train(params, optimizer, range(3, 6))
-        params[0].requires_grad_(False)
-        optimizer.current()
-        params[0].requires_grad_(True)
-        optimizer.repartition("registration_greedy")
-        return train(params, optimizer, range(6, 9))
-
-    expected, _, _ = unsharded(9)
-    for trained in virtual.run(on_rank, 3, timeout=180):
-        assert_equal(trained, expected)
-
-
 def test_a_frozen_parameter_is_left_as_it_is_on_all_ranks() -> None:
     def on_rank(comm: Collectives) -> tuple[Values, list[int]]:
         params, optimizer = made(comm, "sorted_greedy", False)

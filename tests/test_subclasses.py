@@ -244,25 +244,6 @@ def start(optimizer: Optimizer, values: list[torch.Tensor]) -> None:
 
 
 @BOTH
-def test_a_repartition_hands_them_over(kind: Any) -> None:
-    def on_rank(comm: Collectives) -> list[torch.Tensor]:
-        optimizer = zero(comm, kind)
-        train(optimizer, range(2))
-        owners = optimizer.partition.owner_of_param
-        optimizer.repartition(
-            [[n for n, owner in enumerate(owners) if (owner + 1) % 3 == r] for r in range(3)]
-        )
-        assert not set(zip(owners, optimizer.partition.owner_of_param, strict=True)) & {
-            (r, r) for r in range(3)
-        }
-        return train(optimizer, range(2, 4))
-
-    expected = train(plain(kind), range(4))
-    for trained in virtual.run(on_rank, 3, timeout=30):
-        assert_equal(trained, expected)
-
-
-@BOTH
 def test_a_sharded_checkpoint_stores_them(kind: Any, tmp_path: Path) -> None:
     def save(comm: Collectives) -> None:
         optimizer = zero(comm, kind)
@@ -342,7 +323,6 @@ def test_those_of_torchao_are_kept(kind: str, tmp_path: Path) -> None:
         save_sharded(optimizer, tmp_path)
         optimizer.consolidate_state_dict("all")
         state = optimizer.state_dict()
-        optimizer.repartition([[2], [0, 1]])
         moved = train(optimizer, range(2, 4))
         loaded = made(comm)
         start(loaded, values)
@@ -387,8 +367,6 @@ def test_they_are_not_cut(kind: Any, tmp_path: Path) -> None:
     refused: list[Callable[[Collectives], Any]] = [
         lambda comm: trained(comm, "even").consolidate_state_dict(),
         lambda comm: save_sharded(trained(comm, "even"), tmp_path / "even"),
-        lambda comm: trained(comm, "even").repartition("sorted_greedy"),
-        lambda comm: trained(comm, "sorted_greedy").repartition("even"),
         lambda comm: zero(comm, kind, partition="even").load_state_dict(whole.state_dict()),
         lambda comm: load_sharded(zero(comm, kind, partition="even"), tmp_path),
     ]
@@ -495,7 +473,7 @@ def test_the_constructor_warns_on_all_ranks_of_state_that_no_save_takes(kind: An
         with pytest.raises((TypeError, RuntimeError), match=text.replace("parameter 0", r"parameter \d")):
             optimizer.consolidate_state_dict()
 
-    told = f"{kind.__name__} can be trained, but not saved or repartitioned: .*{text}"
+    told = f"{kind.__name__} can be trained, but not saved: .*{text}"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         virtual.run(on_rank, 2, timeout=30)

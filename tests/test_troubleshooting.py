@@ -137,7 +137,7 @@ def test_names_on_the_page_exist() -> None:
     ):
         assert f"{name}`" in PROSE
         assert hasattr(zero_ref, name)
-    for method in ("step", "consolidate_state_dict", "load_state_dict", "add_param_group", "repartition"):
+    for method in ("step", "consolidate_state_dict", "load_state_dict", "add_param_group"):
         assert f"`{method}`" in PROSE
         assert hasattr(ZeroRedundancyOptimizer, method)
     options = set(inspect.signature(ZeroRedundancyOptimizer).parameters)

@@ -46,7 +46,6 @@ CHAPTER_OF = {
     "zero_ref.ZeroRedundancyOptimizer": 4,
     "zero_ref.ZeroRedundancyOptimizer.add_param_group": 14,
     "zero_ref.shard.local_state": 10,
-    "zero_ref.ZeroRedundancyOptimizer.repartition": 10,
     "zero_ref.ZeroRedundancyOptimizer.consolidate_state_dict": 10,
     "zero_ref.ZeroRedundancyOptimizer.load_state_dict": 10,
     "zero_ref.ZeroRedundancyOptimizer.join_hook": 15,

@@ -31,7 +31,6 @@ from test_overlap import (
     backward,
     caught,
     freezing_and_thawing,
-    iterate,
     loss_of_branches,
     loss_of_small,
     loss_of_sparse,
@@ -267,14 +266,6 @@ DDP_MODES: list[dict[str, Any]] = [
 ]
 
 
-def changing_owners(job: Job, ddp: Any, optimizer: Any) -> Iterator[None]:
-    """The same hook, which has seen all buckets under the partition before."""
-    yield from iterate(job, ddp, optimizer, range(2))
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.repartition("even" if optimizer.partition.is_whole else "sorted_greedy")
-    yield from iterate(job, ddp, optimizer, range(2, 4))
-
-
 def every_mode() -> None:
     assert_equals_plain(
         *(
@@ -292,7 +283,7 @@ def every_mode() -> None:
             Job(
                 None, OWNERS, loop=loop, groups=two_groups, zero={"partition": partition}, moves_at_once=False
             )
-            for loop in (accumulating, with_a_closure, freezing_and_thawing, changing_owners)
+            for loop in (accumulating, with_a_closure, freezing_and_thawing)
             for partition in ("sorted_greedy", "even")
         ),
         *(
@@ -331,7 +322,7 @@ def by_reduce() -> None:
         ),
         *(
             replace(job, loop=loop, groups=two_groups, zero={"partition": "even"}, moves_at_once=False)
-            for loop in (accumulating, with_a_closure, freezing_and_thawing, changing_owners)
+            for loop in (accumulating, with_a_closure, freezing_and_thawing)
         ),
         replace(
             job,

@@ -132,13 +132,6 @@ def accumulating(pair: Pair, ddp: Any, optimizers: list[Any]) -> Iterator[None]:
         yield
 
 
-def changing_owners(pair: Pair, ddp: Any, optimizers: list[Any]) -> Iterator[None]:
-    for partition in ("even", "registration_greedy", "sorted_greedy"):
-        yield from as_usual(pair, ddp, optimizers)
-        if pair.is_sharded:
-            optimizers[1].repartition(partition)
-
-
 def adding_a_group(pair: Pair, ddp: Any, optimizers: list[Any]) -> Iterator[None]:
     """The second optimizer begins without the last parameter."""
     last = optimizers[1].param_groups[0]["params"][-1]
@@ -238,7 +231,6 @@ def every_mode() -> int:
         ),
         Pair(accumulating),
         Pair(accumulating, ddp=modes[1]),
-        Pair(changing_owners),
         Pair(clipping, ("sorted_greedy", "registration_greedy")),
         *(Pair(clipping_apart, ("sorted_greedy", "registration_greedy"), ddp=mode) for mode in modes[:2]),
         Pair(clipping_by_value, hook={"may_change": True}),
@@ -246,7 +238,7 @@ def every_mode() -> int:
         # The order of a sum of two does not matter.
         *(
             Pair(loop, hook={"by": "reduce"})
-            for loop in (as_usual, changing_owners)
+            for loop in (as_usual, adding_a_group)
             if dist.get_world_size() < 3
         ),
     )

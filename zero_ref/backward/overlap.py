@@ -35,6 +35,7 @@ from zero_ref.comm import devices
 from zero_ref.comm.collectives import PendingCall
 from zero_ref.comm.process_group import ProcessGroupCollectives, global_ranks
 from zero_ref.optimizer import join
+from zero_ref.optimizer.plans import change_owners
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer, listed
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import bucket_round_robin, bucket_threshold, from_lists
@@ -64,9 +65,9 @@ def hook_with_zero_step(
             model. The local optimizer's `step()` is called once for each bucket, so any count of steps must
             be in its groups or its state.
         shard_buckets: None leaves every parameter with its owner. As torch's hooks do, False gives DDP's
-            buckets to the ranks in turn, and True also cuts them where that is more even. The optimizer is
-            then repartitioned when DDP has used the same buckets in two iterations: DDP rebuilds its buckets
-            after the first.
+            buckets to the ranks in turn, and True also cuts them where that is more even. Owners then change
+            when DDP has used the same buckets in two iterations, since DDP rebuilds its buckets after the
+            first. For that, each rank needs CPU memory for the whole state once.
     Returns:
         The hook for `ddp.register_comm_hook`. Its state is passed to `hook`.
     Raises:
@@ -196,7 +197,7 @@ class OverlappedStep:
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Complete the update when backward is over, and repartition if DDP's buckets have settled."""
+        """Complete the update when backward is over, and change owners if DDP's buckets have settled."""
         if self.late and self.to_owners is not None:
             self.to_owners.release_others()
         for update in self.updates:
@@ -283,7 +284,7 @@ class UpdateInBackward:
         self._broadcasts = []
 
     def settle(self, late: bool, to_owners: bool) -> None:
-        """Complete the update when backward is over, and repartition if DDP's buckets have settled.
+        """Complete the update when backward is over, and change owners if DDP's buckets have settled.
 
         Args:
             late: nothing was updated in backward, so the whole update is made now.
@@ -318,7 +319,7 @@ class UpdateInBackward:
 
 
 class Resharding:
-    """The repartitions of an optimizer by DDP's buckets.
+    """Changes of an optimizer's owners, by DDP's buckets.
 
     Args:
         cut: as `partition_by_buckets`.
@@ -330,13 +331,13 @@ class Resharding:
         self.done_for: list[list[int]] = []
 
     def after_backward(self, zero: ZeroRedundancyOptimizer, buckets: list[list[int]]) -> None:
-        """Repartition once DDP has used the same buckets in two iterations: it rebuilds them after the first.
+        """Change owners once DDP has used the same buckets twice: it rebuilds them after the first iteration.
 
         Args:
             buckets: the parameters of each bucket of the backward that is over.
         """
         if buckets == self.last != self.done_for:
-            zero.repartition(partition_by_buckets(zero.partition, buckets, cut=self.cut))
+            change_owners(zero, partition_by_buckets(zero.partition, buckets, cut=self.cut))
             self.done_for = buckets
         self.last = buckets
 

@@ -8,7 +8,6 @@
 - `closure`: a closure inside the step;
 - `join`: uneven inputs;
 - `forwarded`: methods of the wrapped class, such as `train` and `eval`, called on all ranks;
-- `repartition`: state to new owners;
 - `whole`: the state of the unsharded optimizer;
 - `gather`: state from shards onto one rank or all;
 - `checkpoint`: what a checkpoint must have to be loaded;

@@ -60,8 +60,8 @@ def warn_if_not_saved(
             pack([OwnedSlice(Slice(0, 0, param.numel()), param, param)], optim.state)
     except TypeError as error:
         warnings.warn(
-            f"{optimizer_class.__name__} can be trained, but not saved or repartitioned: "
-            f"consolidate_state_dict, save_sharded and repartition will raise, as after a trial: {error}",
+            f"{optimizer_class.__name__} can be trained, but not saved: "
+            f"consolidate_state_dict and save_sharded will raise, as after a trial: {error}",
             stacklevel=5,
         )
 
@@ -111,21 +111,18 @@ def pack_slice(own: OwnedSlice, plain: Mapping[Any, Any]) -> list[Packed]:
     return packed
 
 
-def allocate(
-    of_param: dict[str, Any], entry: Entry, like: torch.Tensor, first: int = 0
-) -> torch.Tensor | None:
+def allocate(of_param: dict[str, Any], entry: Entry, like: torch.Tensor) -> torch.Tensor | None:
     """Add an entry's key to a state, with memory for its elements, and return the 1-D view to copy them into.
 
     Args:
-        of_param: the state of a parameter or slice so far. If the entry has a value, it is added, and the
+        of_param: the state of a parameter so far. If the entry has a value, it is added, and the
             result is None.
-        entry: its "device" is a name, "parameter" for the device of `like`, or missing for the CPU.
-        like: the parameter or slice; a state with a place in the parameter gets its shape and strides.
-        first: the position of the first element of `like` in its parameter.
+        entry: its "device" is a name, or missing for the CPU.
+        like: the parameter; a state with a place in the parameter gets its shape and strides.
     """
     key = entry["key"]
     dtype = dtype_of(entry["dtype"]) if "dtype" in entry else None
-    device = like.device if entry.get("device") == "parameter" else entry.get("device", "cpu")
+    device = entry.get("device", "cpu")
     if "value" in entry:
         # All slices of a parameter are stepped together, so they have equal values: keep the first one.
         of_param.setdefault(
@@ -142,7 +139,7 @@ def allocate(
         of_param[key] = torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
     flat = flat_view(of_param[key])
     # Most entries fill the whole tensor; slicing it would take as long as the rest of this function.
-    return flat if flat.numel() == entry["numel"] else flat[entry["start"] - first : entry["stop"] - first]
+    return flat if flat.numel() == entry["numel"] else flat[entry["start"] : entry["stop"]]
 
 
 @cache

@@ -14,9 +14,8 @@ from zero_ref.comm.agreement import agree, agreement
 from zero_ref.optimizer.accord import facts_of_options
 from zero_ref.optimizer.entries import warn_if_not_saved
 from zero_ref.optimizer.registered import Registered
-from zero_ref.optimizer.repartition import Handover
 from zero_ref.optimizer.whole import Zero
-from zero_ref.plan.choice import Choice, loads_under, plan_partition
+from zero_ref.plan.choice import loads_under, plan_partition
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.shard.buckets import check_can_be_flattened
 from zero_ref.shard.built import Built
@@ -179,35 +178,35 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
     _rebuild(zero, partition)
 
 
-def repartition(zero: Zero, choice: Choice) -> None:
-    """Change the owners: `ZeroRedundancyOptimizer.repartition`."""
-    # 1. Check, plan the new owners and pack the state to send. Nothing is changed yet.
-    built, shard = zero.current(), zero.shard
-    with agreement(zero.collectives, "repartition the optimizer") as facts:
-        facts += zero.standing_facts()
-        if zero.backward.gradients.on_owners:
-            raise RuntimeError(
-                f"rank {zero.collectives.rank}: the last backward reduced gradients to their owners, so new "
-                "owners would not have them. Call step() or zero_grad() before repartition()."
-            )
-        shard.check_keeps_no_views("repartition it")
-        specs = zero.registered.specs_for(choice, zero.param_groups)
-        new = plan_partition(choice, specs, zero.collectives.world_size)
-        check_can_be_sharded(zero.registered.optimizer_class, new, built.params, specs)
-        handover = Handover(
-            zero.collectives.rank,
-            built.partition,
-            new,
-            built.params if zero.registered.broadcast_dtype is not None else (),
-            shard.owned,
-            shard.slices_under(new, built.params),
-            shard.state,
-        )
-        facts += facts_of_plan(zero, specs, new)
+def change_owners(zero: Zero, partition: Partition) -> None:
+    """Give elements other owners in the middle of training: load the whole state at another partition.
 
-    # 2. All ranks have agreed: exchange the state. If that fails, all ranks raise and keep the old owners.
-    shard.adopt(handover.owned, handover.exchange(zero.collectives))
-    zero.built = replace(built, specs=tuple(specs), partition=new, places=[])
-    zero.registered.choice = choice
-    zero.backward.gradients.owners_changed()
-    _rebuild(zero, new)
+    Raises:
+        ValueError: the partition does not suit the optimizer, or differs between ranks.
+        TypeError: a part of the state cannot be gathered.
+        RuntimeError: the local optimizer keeps views of its parameters.
+        If one rank raises, all raise.
+    Collective: all ranks of the group.
+    Cost: every rank receives the whole state into its CPU memory.
+    """
+    action = "change the owners"
+    # 1. Every rank gets the whole state.
+    zero.whole.gather("all")
+    state_dict = zero.whole.as_gathered()
+    built, shard, registered = zero.built, zero.shard, zero.registered
+
+    # 2. Check and compare the new owners. Nothing is changed yet.
+    with agreement(zero.collectives, action) as facts:
+        shard.check_keeps_no_views(action)
+        specs = registered.specs_for(partition, zero.param_groups)
+        check_can_be_sharded(registered.optimizer_class, partition, built.params, specs)
+        owned = shard.slices_under(partition, built.params)
+        facts += facts_of_plan(zero, specs, partition)
+
+    # 3. Each rank loads its part.
+    shard.adopt(owned)
+    zero.built = replace(built, specs=tuple(specs), partition=partition, places=[])
+    registered.choice = partition
+    _rebuild(zero, partition)
+    with zero.whole.loading(action) as facts:
+        facts += zero.whole.load(state_dict, copy=False)

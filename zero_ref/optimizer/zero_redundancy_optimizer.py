@@ -455,29 +455,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         super().add_param_group(param_group)
         self.registered.given.append(given)
 
-    def repartition(self, partition: Choice) -> None:
-        """Change the owners of elements in the middle of training, without changing its result.
-
-        Only the state of elements that change owner is sent, from the old owner directly to the new one.
-        Slices that stay keep their tensors. Options and a consolidated state do not change.
-
-        >>> optimizer.repartition("even")                                    # doctest: +SKIP
-
-        Args:
-            partition: as in the constructor. A rule also applies to groups that are added later.
-        Raises:
-            TypeError, ValueError: the partition does not fit the parameters, or does not suit the optimizer;
-                a part of the state cannot be moved; the parts of a parameter were not stepped together.
-            RuntimeError: the last backward reduced gradients to their owners, and no step has used them yet;
-                the local optimizer keeps views of its parameters; another rank stopped. If one rank raises,
-                or ranks pass different partitions, all raise and the optimizer is unchanged.
-        Collective: all ranks of the group.
-        Cost: the state of each element that changes owner is sent once, with `broadcast_dtype` its value too;
-            a table of contents from each rank to each rank that it sends to; three all-gathers of 32 bytes.
-            During the call the state of slices that change is in memory twice.
-        """
-        plans.repartition(self, partition)
-
     # -------------------------------------------------------------------------------------------- its state
 
     @property  # type: ignore[override]

@@ -1,8 +1,8 @@
-"""The elements that change owner between two partitions: the plan of a repartition, in integers.
+"""The elements that change owner between two partitions, in integers.
 
-In `stairs/owners.py` an owner never changes. A repartition changes owners without gathering the whole state,
-since most elements keep their owner: `moves` lists the others, each run with its old and its new owner. The
-plan needs no torch, so a laptop can plan the resharding of 4,096 ranks' state onto 512.
+In `stairs/owners.py` an owner never changes. A state that is loaded at another world size or partition has
+new owners: `moves` lists each run of elements with its old and its new owner. It needs no torch, so a laptop
+can plan the resharding of 4,096 ranks' state onto 512.
 """
 
 from __future__ import annotations

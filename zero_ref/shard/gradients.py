@@ -91,9 +91,6 @@ class Gradients:
         """Return the case after a step has used these gradients."""
         return self
 
-    def owners_changed(self) -> None:
-        """Note a repartition: owners may no longer have the gradients of what they own."""
-
     def zeroed(self) -> Gradients:
         """Return the case after `zero_grad`."""
         return WHOLE
@@ -215,13 +212,6 @@ class OnOwners(_KeptByOwners):
 
 class Stepped(_KeptByOwners):
     """The gradients of `OnOwners` after a step has used them: owners still have them until `zero_grad`."""
-
-    def owners_changed(self) -> None:
-        self._parts = {}
-        self.why_no_clipping = (
-            "gradients were reduced to their owners and used in a step, and then a repartition changed the "
-            "owners, so no rank has those of what it owns now. Call zero_grad() and run a backward."
-        )
 
 
 class UsedInBackward(Gradients):

@@ -26,7 +26,7 @@ from zero_ref.shard.foreign import ForeignStep
 from zero_ref.shard.groups import ParamGroup, loaded_options
 from zero_ref.shard.local_class import check_belongs_to_parameters, is_known
 from zero_ref.shard.local_state import LocalStates, StateOfParameters
-from zero_ref.shard.merged import CONTAINERS, place_end_to_end
+from zero_ref.shard.merged import CONTAINERS
 from zero_ref.shard.offload import StatePlace
 from zero_ref.shard.owned import MASTER, Copies, OwnedSlice, own_slices
 from zero_ref.shard.rounding import Masters
@@ -375,14 +375,11 @@ class Shard:
                     )
         self.replace_state(self.optim.state)
 
-    def adopt(self, owned: list[OwnedSlice], state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Replace the owned slices and their state. Call `place` afterwards."""
+    def adopt(self, owned: list[OwnedSlice]) -> None:
+        """Replace the owned slices by others, without state. Call `place` afterwards, then load a state."""
         self.owned = owned
-        if self.place_of_state is None:
-            place_end_to_end(own.local for own in owned if own.is_copy)
         self._devices = [own.local.device for own in owned]
-        self.replace_state(state)
-        self.restore_copies()
+        self.replace_state({})
 
     @torch.no_grad()
     def restore_copies(self) -> None:
