@@ -403,7 +403,6 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
         ([*SIMULATE, "--prefetch", "2"], ["--prefetch means nothing to zero-even; it is for zero-3"]),
         ([*SIMULATE, "--sequence", "4096"], ["--sequence 4,096: the model has learned 1,024 positions"]),
         ([*SIMULATE, "--lora-on", "attention"], ["lora_on attention says where adapters are, and lora"]),
-        ([*SIMULATE, "--expert-load", "2"], ["expert_load=2 is of ranks that share experts"]),
         ([*SIMULATE, "--period", "2"], ["--period means nothing to zero-even; it is for local-sgd"]),
         ([*SIMULATE, "--gradient-group", "2"], ["--gradient-group means nothing to zero-even"]),
         (

@@ -50,7 +50,6 @@ def ms(op: str, nbytes: float, world_size: int, on: Cluster = TOY, **how: Any) -
         ("broadcast", (3, 120, 360), (2, 240, 360)),  # on Gloo the source sends it whole, twice
         ("reduce", (3, 120, 360), (4, 180, 450)),  # on Gloo a reduce-scatter, then its parts to one rank
         ("exchange", (1, 90, 360), (1, 90, 360)),
-        ("all_to_all", (1, 90, 360), (1, 90, 360)),
         ("send", (1, 120, 120), (1, 120, 120)),
     ],
 )
@@ -159,7 +158,6 @@ BUS_FACTORS = {
     "reduce_shares": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "exchange": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1,
     "reduce": lambda n: 1,
     "send": lambda n: 1,
@@ -199,7 +197,6 @@ def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce_but_not_on_gloo(
         ("all_gather", 8, 7 * (0.25 * 0.1 + 0.75 * 0.01) + 0.875 / 0.5),
         # 4 of 7 messages go to the other node: 0.5 MB through one rank's 0.125 GB/s.
         ("exchange", 8, 0.1 + 0.5 / 0.125),
-        ("all_to_all", 8, 0.1 + 0.5 / 0.125),
         ("send", 8, 0.1 + 1 / 0.125),
     ],
 )
@@ -550,13 +547,6 @@ def test_scaling_links_scales_the_measured_ones_too() -> None:
     assert (scaled.within, scaled.between) == (Link(20, 0.5), Link(200, 0.0625))
     assert scaled.link_of_op == {"send": Link(10, 1)}
     assert measured.link_of_op == {"send": Link(5, 2)}
-
-
-def test_an_all_to_all_takes_the_link_that_was_measured_for_an_exchange_if_there_is_no_other() -> None:
-    measured = replace(TOY, link_of_op={"exchange": Link(5, 2)})
-    assert ms("all_to_all", 1e6, 4, measured) == ms("exchange", 1e6, 4, measured) != ms("exchange", 1e6, 4)
-    both = replace(measured, link_of_op={"exchange": Link(5, 2), "all_to_all": Link(5, 4)})
-    assert ms("all_to_all", 1e6, 4, both) < ms("exchange", 1e6, 4, both)
 
 
 # ---------------------------------------------------------------------------------------------- mistakes

@@ -9,7 +9,7 @@ import pytest
 
 from zero_ref import cli
 from zero_ref.lab import train
-from zero_ref.lab.config import SPREAD_UNDER, GPTConfig, TrainConfig
+from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.dry_run import scenario_of
 from zero_ref.lab.model import GPT
 from zero_ref.lab.outcome import predict
@@ -38,28 +38,6 @@ def test_the_model_is_gpt_2_as_far_as_shapes_go() -> None:
     shapes = [tuple(param.shape) for param in GPT(SMALL.model).parameters()]
     scenario = scenario_of(SMALL, 2, cluster("loopback"))
     assert [sorted(each.shape) for each in scenario.shapes] == [sorted(each) for each in shapes]
-
-
-EXPERTS = replace(SMALL, model=replace(SMALL.model, experts=4, active_experts=3))
-
-
-def test_with_experts_the_model_is_the_one_that_is_trained() -> None:
-    shapes = [(name, tuple(param.shape)) for name, param in GPT(EXPERTS.model).named_parameters()]
-    scenario = scenario_of(EXPERTS, 2, cluster("loopback"))
-    assert [(one.name.removeprefix("model."), one.shape) for one in scenario.shapes] == shapes
-    assert (scenario.numel, scenario.active) == (EXPERTS.model.numel, EXPERTS.model.active_numel)
-
-
-@pytest.mark.parametrize("strategy", SPREAD_UNDER)
-def test_of_experts_on_several_ranks_it_is_what_the_run_is_held_against(strategy: str) -> None:
-    config = replace(EXPERTS, strategy=strategy, expert_parallel=2)
-    run = scenario_of(config, 4, cluster("loopback")).run(strategy)
-    plan = predict(config, 4)
-    assert run.schedule == plan
-    assert plan.count_of_calls(0) > 5 * EXPERTS.model.layers, "five all-to-alls in each block"
-    for rank, memory in enumerate(run.memories):
-        kept = plan.parameter_bytes[rank] + plan.state_bytes[rank] + plan.gradient_bytes[rank]
-        assert memory.state_bytes + memory.gradient_bytes == pytest.approx(kept, abs=1)
 
 
 @pytest.mark.parametrize("strategy", list(RECIPES))

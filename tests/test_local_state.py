@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from test_merged import Beads
 from torch import nn, optim
 from torch.optim import Optimizer
 from training import (
     MODES,
     Backward,
     Script,
+    Tangle,
     assert_same,
     assert_trains_as_plain,
     fill_gradients,
@@ -35,7 +37,6 @@ from zero_ref.plan.partition import Slice
 from zero_ref.shard.local_state import LocalStates
 
 StateOf = Callable[[Any], Any]
-SOME_MODES: list[tuple[Any, bool]] = [("sorted_greedy", True), ("even", False)]
 
 
 def by_parameter(optimizer: Any) -> Any:
@@ -46,24 +47,21 @@ def by_local_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "optim", optimizer).state
 
 
-Change = Callable[[nn.Module, Any], None]
-
-
-def training(*changes: Change) -> Script:
-    """Two steps, and then each change with a step after it."""
+def training(change: Callable[[nn.Module, Any], None]) -> Script:
+    """Four steps, with the change after the second and the third."""
 
     def script(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
-        for step in range(2 + len(changes)):
-            if step >= 2:
-                changes[step - 2](model, optimizer)
+        for step in range(4):
             backward(step)
             optimizer.step()
             yield
+            if step in (1, 2):
+                change(model, optimizer)
 
     return script
 
 
-def reset_in_place(state_of: StateOf) -> Change:
+def reset_in_place(state_of: StateOf) -> Script:
     """As ReLoRA resets its optimizer: what has no state is another rank's."""
 
     def change(model: nn.Module, optimizer: Any) -> None:
@@ -73,20 +71,20 @@ def reset_in_place(state_of: StateOf) -> Change:
                 state["exp_avg"].zero_()
                 state["exp_avg_sq"].mul_(0.5)
 
-    return change
+    return training(change)
 
 
-def replaced_entries(state_of: StateOf) -> Change:
+def replaced_entries(state_of: StateOf) -> Script:
     def change(model: nn.Module, optimizer: Any) -> None:
         for param in model.parameters():
             if state := state_of(optimizer).get(param):
                 state["exp_avg"] = torch.full_like(param, 0.25)
                 state["exp_avg_sq"] = torch.ones_like(state["exp_avg_sq"])
 
-    return change
+    return training(change)
 
 
-def replaced_states(state_of: StateOf) -> Change:
+def replaced_states(state_of: StateOf) -> Script:
     def change(model: nn.Module, optimizer: Any) -> None:
         for param in model.parameters():
             if param.requires_grad:
@@ -96,19 +94,19 @@ def replaced_states(state_of: StateOf) -> Change:
                     "exp_avg_sq": torch.ones_like(param),
                 }
 
-    return change
+    return training(change)
 
 
-def deleted_states(state_of: StateOf) -> Change:
+def deleted_states(state_of: StateOf) -> Script:
     def change(model: nn.Module, optimizer: Any) -> None:
         for param in list(model.parameters())[::2]:
             if param.requires_grad:
                 del state_of(optimizer)[param]
 
-    return change
+    return training(change)
 
 
-def one_counter(state_of: StateOf) -> Change:
+def one_counter(state_of: StateOf) -> Script:
     """A counter of one parameter is no other's, also where small parameters are stepped as one."""
 
     def change(model: nn.Module, optimizer: Any) -> None:
@@ -116,16 +114,18 @@ def one_counter(state_of: StateOf) -> Change:
         if state := state_of(optimizer).get(param):
             state["step"].zero_()
 
-    return change
+    return training(change)
 
 
 @pytest.mark.parametrize("state_of", [by_parameter, by_local_optimizer])
+@pytest.mark.parametrize(
+    "script", [reset_in_place, replaced_entries, replaced_states, deleted_states, one_counter]
+)
+@pytest.mark.parametrize("make_model", [Tangle, Beads])
 def test_a_program_that_changes_the_state_of_parameters_trains_as_with_the_plain_optimizer(
-    state_of: StateOf,
+    script: Any, state_of: StateOf, make_model: Any
 ) -> None:
-    changes = [reset_in_place, replaced_entries, replaced_states, one_counter, deleted_states]
-    script = training(*(change(state_of) for change in changes))
-    assert_trains_as_plain(script, world_sizes=[3], modes=MODES, lr=0.01)
+    assert_trains_as_plain(script(state_of), make_model=make_model, world_sizes=[2, 3], modes=MODES, lr=0.01)
 
 
 def emptied(model: nn.Module, optimizer: Any) -> None:
@@ -156,9 +156,10 @@ def given_by_parameter(model: nn.Module, optimizer: Any) -> None:
     )
 
 
-def test_the_state_may_be_replaced_as_a_whole() -> None:
-    script = training(emptied, emptied_in_the_local_optimizer, cleared, given_by_parameter)
-    assert_trains_as_plain(script, world_sizes=[3], modes=SOME_MODES, lr=0.01)
+@pytest.mark.parametrize("change", [emptied, emptied_in_the_local_optimizer, cleared, given_by_parameter])
+@pytest.mark.parametrize("make_model", [Tangle, Beads])
+def test_the_state_may_be_replaced_as_a_whole(change: Any, make_model: Any) -> None:
+    assert_trains_as_plain(training(change), make_model=make_model, world_sizes=[2, 3], modes=MODES, lr=0.01)
 
 
 def test_a_state_that_was_put_aside_may_be_put_back() -> None:
@@ -173,7 +174,7 @@ def test_a_state_that_was_put_aside_may_be_put_back() -> None:
             if step == 3:
                 optimizer.state = aside  # type: ignore[assignment]
 
-    assert_trains_as_plain(script, world_sizes=[3], modes=SOME_MODES, lr=0.01)
+    assert_trains_as_plain(script, world_sizes=[2, 3], modes=MODES, lr=0.01)
 
 
 @pytest.mark.parametrize("options", [{"master_dtype": torch.float32}, {"state_device": True}])
@@ -355,15 +356,9 @@ def added(groups: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "optimizer_class"),
-    [
-        *(
-            (change, ZeroRedundancyOptimizer)
-            for change in (popped, shortened, turned, swapped, moved_over, replaced, appended, added)
-        ),
-        (shortened, OSS),
-    ],
+    "change", [popped, shortened, turned, swapped, moved_over, replaced, appended, added]
 )
+@pytest.mark.parametrize("optimizer_class", [ZeroRedundancyOptimizer, OSS])
 def test_lists_of_parameters_that_were_changed_are_refused_before_anything_is_computed(
     change: Callable[[list[dict[str, Any]]], None], optimizer_class: Any
 ) -> None:
@@ -431,7 +426,7 @@ def test_the_way_that_the_error_names_leads_to_a_smaller_optimizer() -> None:
         kept = rest(params)
         smaller = ZeroRedundancyOptimizer(kept, optim.AdamW, comm, lr=0.1)
         smaller.load_state_dict(pruned(zero.state_dict()))
-        return run_script(training(), Pruned(kept), smaller, 1)
+        return run_script(training(lambda *_: None), Pruned(kept), smaller, 1)
 
     params = values()
     plain = optim.AdamW(params, lr=0.1)
@@ -440,6 +435,6 @@ def test_the_way_that_the_error_names_leads_to_a_smaller_optimizer() -> None:
     kept = rest(params)
     smaller = optim.AdamW(kept, lr=0.1)
     smaller.load_state_dict(pruned(plain.state_dict()))
-    right = run_script(training(), Pruned(kept), smaller, 1)
+    right = run_script(training(lambda *_: None), Pruned(kept), smaller, 1)
     for ours in virtual.run(on_rank, 2):
         assert_same(ours, right, "pruned")

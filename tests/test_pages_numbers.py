@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from running_page import commands
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousTimeout,
@@ -24,11 +23,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from benchmarks.gpu.step import BYTES_OF_STEP
 from benchmarks.published import published
 from zero_ref import cli
-from zero_ref.cli.simulate import scenario_of
 from zero_ref.lab import elastic
 from zero_ref.lab.compare import CYCLE, ROW_NAMES
 from zero_ref.lab.config import GPTConfig, TrainConfig
-from zero_ref.lab.expert_plan import calls_by_group
 from zero_ref.lab.outcome import predict
 from zero_ref.lab.simulated_checkpoints import passages
 from zero_ref.live.explorer import RANKS
@@ -224,40 +221,6 @@ def test_running_says_what_a_step_moves() -> None:
     said = text_of("book/running.md")
     assert "28 bytes a parameter in float32; with 32-bit masters of bfloat16 40, of which one" in said
     assert "one kernel could save 10" in said
-
-
-def test_running_prints_what_is_predicted_of_experts_on_several_ranks() -> None:
-    page = text_of("book/running.md")
-    for strategy in ("ddp", "zero-even", "zero-2", "zero-3"):
-        config = TrainConfig(strategy, model=GPTConfig(experts=4), expert_parallel=2)
-        plan = predict(config, 4)
-        calls = [calls_by_group(plan, rank) for rank in range(4)]
-        values = [getattr(plan, quantity) for quantity in list(ROW_NAMES)[:3]]
-        values += [max(map(len, calls)), max(sum(call.nbytes for call in of_rank) for of_rank in calls)]
-        printed = [str(value) if value < 1000 else f"{value / 1e6:.3f}" for value in values]
-        assert f" {strategy} {' '.join(printed)} " in page, printed
-        sent = [call.nbytes for call in calls[0] if call.op == "all_to_all"]
-        assert (len(sent), f"{sum(sent) / 1e6:.3f}") == (20, "8.389")
-    assert "20 calls and 8.389 MB of this are the all-to-alls" in page
-
-
-def test_running_says_what_is_on_a_rank_that_shares_experts_and_what_it_sends() -> None:
-    (words,) = [words for words in commands("zero-ref") if "--expert-load" in words]
-    scenario = scenario_of(cli.make_parser()[0].parse_args(words))
-    shared = scenario.experts
-    assert shared is not None
-    numels = (scenario.numel, scenario.active, scenario.numel_of_rank)
-    assert [round(numel / 1e9, 1) for numel in numels] == [30.5, 3.4, 5.2]
-    assert (shared.experts // shared.ranks, shared.experts, scenario.world_size) == (16, 128, 64)
-    assert (round(shared.row_bytes / 1e6), shared.load) == (134, 1.3)
-    said = text_of("book/running.md")
-    assert "has 30.5 billion parameters, and a token goes through 3.4 billion of them" in said
-    assert "has 16 of the 128 experts of each block and everything else, 5.2 billion parameters" in said
-    assert (
-        "all 64 do so with the rest. In each block a rank has 134 MB of rows for experts, of which an eighth"
-        in said
-    )
-    assert "gets 1.3 times as many rows" in said
 
 
 def of_a_parameter(**options: Any) -> list[float]:

@@ -186,7 +186,7 @@ def test_validation_page_names_the_sources_for_fitting_that_are_as_far_off() -> 
         for figure in FIGURES
     }
     assert off == {
-        "time": {"deepspeed-autotuning", "nemo", "nemo-automodel", "universal-llm-trainer"},
+        "time": {"deepspeed-autotuning", "nemo", "universal-llm-trainer"},
         "memory": {"internevo"},
     }
 

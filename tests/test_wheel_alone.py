@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-pytestmark = [pytest.mark.ranks, pytest.mark.thorough]
+pytestmark = pytest.mark.ranks
 
 TRAIN = """
 import os

@@ -58,7 +58,6 @@ def calls() -> dict[str, Callable[[], object]]:
         "broadcast": lambda: dist.broadcast(whole, group_src=n - 1),
         "reduce": lambda: dist.reduce(whole, group_dst=0),
         "exchange": exchange,
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
         "send": send,
     }
 

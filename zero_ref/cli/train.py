@@ -66,9 +66,6 @@ def run_train(arguments: argparse.Namespace) -> int:
     console.print(compare.table(outcomes))
     console.print()
     console.print(compare.bytes_table(outcomes))
-    if (of_experts := compare.experts_table(outcomes)) is not None:
-        console.print()
-        console.print(of_experts)
     if config.own:
         console.print(
             f"\n{strategies[-1]}: its state, parameters and loss are held against what is predicted and "

@@ -5,8 +5,6 @@
 - `meter`, `tensor_peak`, `rpc_meter`, `recorder`, `drift`: what really happened: calls, bytes, memory, when,
   and how far ranks came apart;
 - `config`, `model`, `strategies`, `stage_3`: a small GPT, and the strategies to train it under;
-- `experts`, `expert_parallel`, `expert_plan`: a mixture of experts, its training with the experts spread over
-  ranks, and what is predicted of that;
 - `train`, `outcome`, `elastic`, `checkpoints`: the training job, what it took beside its prediction, and how
   it goes on when a rank is lost;
 - `settings`, `logs`, `dry_run`, `commands`: its options in a file, its logs, its prediction alone, and how to

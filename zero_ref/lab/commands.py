@@ -108,7 +108,7 @@ def program(scenario: Scenario, strategy: str) -> list[str] | None:
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
     """
-    runs = scenario.optimizer in STATE_RULES and "+" not in scenario.optimizer and scenario.experts is None
+    runs = scenario.optimizer in STATE_RULES and "+" not in scenario.optimizer
     if not runs or strategy not in _LINES:
         return None
     lines = ["import torch", *_LINES[strategy](scenario), *_accumulating(scenario, strategy)]

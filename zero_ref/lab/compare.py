@@ -200,20 +200,6 @@ def bytes_table(outcomes: Sequence[Outcome]) -> Table:
     return shown
 
 
-def experts_table(outcomes: Sequence[Outcome]) -> Table | None:
-    """What experts on several ranks have sent, and how unevenly tokens went to them; None without such."""
-    spread = [result for result in outcomes if result.expert_load is not None]
-    if not spread:
-        return None
-    shown = _of_numbers(
-        "of these to experts and back", ("calls", "payload", "busiest rank's rows, over the average")
-    )
-    for result in spread:
-        calls, nbytes = result.pairs_of_experts().values()
-        shown.add_row(result.strategy, _cell(calls, 1, 0), _cell(nbytes, 1e6, 3), f"{result.expert_load:.2f}")
-    return shown
-
-
 def _of_numbers(title: str, columns: Sequence[str]) -> Table:
     """An empty table of a name and numbers."""
     table = Table(title=title, title_justify="left", caption_justify="left", box=None, pad_edge=False)

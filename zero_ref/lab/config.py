@@ -19,8 +19,6 @@ from zero_ref.lab._arguments import (
 )
 from zero_ref.lab.logs import KINDS
 from zero_ref.simulator.cluster import CLUSTERS
-from zero_ref.simulator.expert_parallel import check_experts
-from zero_ref.simulator.layers import ParamShape
 from zero_ref.simulator.ledger import MIXED_ADAMW, format_bytes, itemsize_of, state_rule
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.options import (
@@ -43,9 +41,6 @@ LONGEST_CONTEXT = 32_768
 
 COMPARED = ("ddp", "zero", "zero-bucket", "zero-even")
 """Strategies that do the same arithmetic in the same order, and differ in who does it and what is sent."""
-
-SPREAD_UNDER = ("ddp", "zero", "zero-bucket", "zero-even", "zero-2", "zero-3")
-"""Strategies under which experts can be spread over ranks here."""
 
 OF_OWN = "zero"
 """The strategy whose prediction says what the reader's own optimizer holds as state: whole parameters."""
@@ -77,23 +72,10 @@ class GPTConfig:
         "of parameters and gradients: " + listed(DTYPES) + " (default: %(default)s)", metavar="DTYPE",
         choices=DTYPES, after="shard_group",
     )] = field(default="float32", kw_only=True)
-    experts: Annotated[int, Option(
-        "of a mixture, in place of each block's two-layer network (default: %(default)s, no mixture)",
-        metavar="E", least=0, most=2**10, why="this is for small models", after="context",
-    )] = field(default=0, kw_only=True)
-    active_experts: Annotated[int, Option(
-        "to how many of them each token goes (default: %(default)s)", metavar="K", least=1, most=2**10,
-        after="experts",
-    )] = field(default=2, kw_only=True)
     # fmt: on
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.experts and self.active_experts > self.experts:
-            raise ValueError(
-                f"a token cannot go to {self.active_experts} of {self.experts} experts: choose "
-                f"active_experts from 1 to {self.experts}."
-            )
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}.")
         if self.context > LONGEST_CONTEXT:
@@ -106,28 +88,12 @@ class GPTConfig:
     def numel(self) -> int:
         """Elements of all parameters.
 
-        >>> GPTConfig().numel, GPTConfig(experts=4).numel
-        (834304, 2406656)
+        >>> GPTConfig().numel
+        834304
         """
-        # Attention and norms; then a router, or a two-layer network with biases.
-        network = self.experts * self.width or 8 * self.width**2 + 5 * self.width
-        block = 4 * self.width**2 + 8 * self.width + network
-        return (VOCABULARY + self.context + 2) * self.width + self.layers * block + self.expert_numel
-
-    @property
-    def expert_numel(self) -> int:
-        """Elements of the experts of all blocks; 0 without experts."""
-        return self.layers * self.experts * 8 * self.width**2
-
-    @property
-    def active_numel(self) -> int:
-        """Elements of the parameters that a token goes through: of experts those that it is sent to.
-
-        >>> GPTConfig().active_numel, GPTConfig(experts=4).active_numel
-        (834304, 1358080)
-        """
-        active = self.expert_numel * self.active_experts // max(self.experts, 1)
-        return self.numel - self.expert_numel + active
+        # Attention and norms; then a two-layer network with biases.
+        block = (4 * self.width**2 + 8 * self.width) + (8 * self.width**2 + 5 * self.width)
+        return (VOCABULARY + self.context + 2) * self.width + self.layers * block
 
 
 @dataclass(frozen=True)
@@ -149,8 +115,6 @@ class TrainConfig:
             and number of ranks may have written either.
         elastic: go on from the newest intact save in `checkpoint_dir` if there is one, and with fewer ranks
             where some are lost. `checkpoint_every` may then be left 0, for a tenth of the steps.
-        expert_parallel: so many consecutive ranks share the experts of each block. Under SPREAD_UNDER, and
-            without checkpoints.
         own: the reader's file with the class `MyZero`, which is trained where `strategy` names the file.
     """
 
@@ -178,11 +142,6 @@ class TrainConfig:
         "masters)",
         metavar="DTYPE", choices=("float32",),
     )] = field(default=None, kw_only=True)
-    expert_parallel: Annotated[int, Option(
-        "so many consecutive ranks share the experts of each block, whole ones each; under "
-        + listed(SPREAD_UNDER) + " (default: %(default)s)",
-        metavar="N", least=1, most=2**20, after="active_experts",
-    )] = field(default=1, kw_only=True)
     batch_size: Annotated[int, replace(_SIZE, help="passages on each rank")] = 8
     learning_rate: Annotated[float, Option(above=0, most=1000, why="no training survives such steps")] = 2e-3
     warmup_steps: int = 20
@@ -240,31 +199,10 @@ class TrainConfig:
             )
         if self.checkpoint_dir:
             shard_saves(self.recipe)  # or say why it cannot
-        if self.expert_parallel > 1:
-            self._check_spread()
-
-    def _check_spread(self) -> None:
-        """Raise a ValueError for experts that cannot be spread over ranks."""
-        number = self.expert_parallel
-        if self.is_own:
-            raise ValueError(
-                f"{self.own} is one optimizer for all ranks, and experts on {number} ranks need one of their "
-                "own: leave expert_parallel out, or the file."
-            )
-        check_spread(self.recipe)
-        self.check_ranks(number)
-        if self.checkpoint or self.checkpoint_dir:
-            raise ValueError(
-                f"no checkpoint is written or read here while experts are spread over {number} ranks, which "
-                "have different ones: leave the checkpoint out, or expert_parallel."
-            )
 
     def check_ranks(self, world_size: int) -> None:
         """Raise a ValueError if so many ranks cannot be divided into the groups that the config asks for."""
         self.recipe.group_of(world_size)
-        model = self.model
-        stacked = ParamShape("blocks.0.mixture.experts.expand", (model.experts, 4 * model.width, model.width))
-        check_experts([stacked] if model.experts else [], self.expert_parallel, 1.0, world_size)
 
     @property
     def goes_on(self) -> bool:
@@ -367,24 +305,6 @@ def keeps_masters(how: Recipe) -> bool:
     return True
 
 
-def check_spread(how: Recipe) -> None:
-    """Return if experts can be spread over ranks under this recipe.
-
-    Raises:
-        ValueError: they cannot; says what to use.
-    """
-    if how.name not in SPREAD_UNDER:
-        raise ValueError(
-            f"strategy {how.name!r} is not combined with experts on several ranks here: choose "
-            f"{', '.join(SPREAD_UNDER)}, or leave expert_parallel out."
-        )
-    if how.way != "plain" or how.shard_group is not None or how.accumulation > 1:
-        raise ValueError(
-            f"{how.title!r} is not combined with experts on several ranks: update after backward, among all "
-            "ranks, one backward to an update, or leave expert_parallel out."
-        )
-
-
 def shard_saves(how: Recipe) -> None:
     """Return if the state under this recipe can be saved in shards, each rank what it owns.
 
@@ -420,8 +340,7 @@ def least_bytes(config: TrainConfig, ranks: int) -> int:
     activations = config.batch_size * model.context * (8 * model.layers * model.width + VOCABULARY)
     whole = 2 if config.recipe.stage < 2 else 1
     state = state_rule(config.recipe.optimizer).nbytes(model.numel, itemsize)
-    kept = model.numel - model.expert_numel * (config.expert_parallel - 1) // config.expert_parallel
-    return itemsize * ranks * (max(whole * kept, model.numel) + activations) + state
+    return itemsize * ranks * (whole * model.numel + activations) + state
 
 
 def check_memory(config: TrainConfig, ranks: int) -> None:
@@ -471,7 +390,7 @@ def add_run_arguments(parser: Parser) -> None:
 
 def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a run without those that not all strategies take: `zero-ref demo` tries all."""
-    left_out = ("strategy", "own", "expert_parallel")
+    left_out = ("strategy", "own")
     add_options(parser, (one for one in options_of(TrainConfig) if one.path[0] not in left_out))
 
 

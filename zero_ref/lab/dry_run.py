@@ -6,13 +6,10 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from zero_ref.lab.config import VOCABULARY, GPTConfig, TrainConfig
+from zero_ref.lab.config import VOCABULARY, TrainConfig
 from zero_ref.lab.outcome import predict
 from zero_ref.lab.simulated import print_runs
 from zero_ref.simulator.cluster import Cluster
-from zero_ref.simulator.decoders import Decoder
-from zero_ref.simulator.families import Family, Mlp
-from zero_ref.simulator.layers import BlockKind
 from zero_ref.simulator.models import GPT2
 from zero_ref.simulator.options import words_of
 from zero_ref.simulator.scenario import Scenario
@@ -31,57 +28,6 @@ class TrainScenario(Scenario):
         return predict(self.config.under(strategy), self.world_size, side_stream=side_stream)
 
 
-_MIXTURE = Mlp(
-    "mixture.router(x,d) mixture.experts.expand[x,h,d] mixture.experts.contract[x,d,h]",
-    kept="rows(c*d):operand up(c*h):product activated(c*h):operand results(c*d):product weights(c):operand "
-    "scores(x):statistics4 chosen(c):statistics8 places(3*c):statistics8",
-    width="c*h",
-    moved="2*c*d",
-)
-_WITH_EXPERTS = Family(
-    "norm_1(d)+ attention.queries_keys_values(qkv,d)+ attention.project(d,q)+ norm_2(d)+ {mlp}",
-    last="norm(d)+",
-    embedding="tokens(v,d) positions(places,d)",
-    layers="blocks",
-    kind=BlockKind(gated=False, rotary=False, fused_qkv=True),
-    mlps={"": _MIXTURE},
-)
-
-
-@dataclass(frozen=True)
-class GPTWithExperts(Decoder):
-    """The GPT of `model` where it has experts, for the simulator.
-
-    >>> from zero_ref.lab.config import GPTConfig
-    >>> architecture = architecture_of(GPTConfig(heads=1, width=4, experts=2))
-    >>> [one.name for one in architecture.shapes() if ".mixture." in one.name][:2]
-    ['model.blocks.0.mixture.router.weight', 'model.blocks.0.mixture.experts.expand']
-    """
-
-    @property
-    def _family(self) -> Family:
-        return _WITH_EXPERTS
-
-
-def architecture_of(model: GPTConfig) -> GPT2 | GPTWithExperts:
-    """The GPT for the simulator. Without experts it is GPT-2 with another vocabulary, as far as shapes go."""
-    if not model.experts:
-        return GPT2(model.width, model.layers, model.heads, VOCABULARY, model.context)
-    sizes = {"x": model.experts, "c": model.active_experts, "places": model.context}
-    return GPTWithExperts(
-        "",
-        model.width,
-        model.layers,
-        4 * model.width,
-        model.heads,
-        model.heads,
-        VOCABULARY,
-        model.context,
-        tied=True,
-        sizes=tuple(sizes.items()),
-    )
-
-
 def scenario_of(config: TrainConfig, world_size: int, cluster: Cluster) -> TrainScenario:
     """The content of what `print_runs` prints.
 
@@ -92,7 +38,7 @@ def scenario_of(config: TrainConfig, world_size: int, cluster: Cluster) -> Train
     """
     model = config.model
     return TrainScenario(
-        architecture_of(model),
+        GPT2(model.width, model.layers, model.heads, VOCABULARY, model.context),
         cluster,
         world_size,
         batch=config.batch_size,
@@ -102,7 +48,6 @@ def scenario_of(config: TrainConfig, world_size: int, cluster: Cluster) -> Train
         shard_group=config.shard_group,
         masters=config.master_dtype is not None,
         bucket_view=True,  # as `strategies.trainable` has it
-        expert_parallel=config.expert_parallel,
         config=config,
     )
 

@@ -113,14 +113,13 @@ _ALSO = ("broadcast", "reduce", "gather", "scatter", "send", "isend")
 
 
 @contextlib.contextmanager
-def recording_distributed(*, also: bool = False, within: int | None = None) -> Iterator[list[Call]]:
+def recording_distributed(*, also: bool = False) -> Iterator[list[Call]]:
     """A list that fills with what this process asks of torch.distributed while the context lasts.
 
     It sees all-reduces, all-gathers and reduce-scatters, whoever makes them by their Python names:
     `fully_shard`, the averagers of local SGD, a hook of DDP, this package's own `Collectives`. It does not
     see what C++ issues by itself, such as DDP's all-reduces without a hook, nor DTensor's own collectives,
     such as the one of `clip_grad_norm_`. `also` adds broadcasts, reduces, gathers, scatters and sends.
-    `within` leaves out the calls of process groups that have another number of ranks.
 
     A call's bytes are those of its larger tensor, padding included: what `all_gather_into_tensor` gives, what
     a reduce-scatter takes. A plain `all_gather` gives a list; its bytes are those of the tensor passed in.
@@ -136,10 +135,8 @@ def recording_distributed(*, also: bool = False, within: int | None = None) -> I
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             given = (*args, *kwargs.values())
-            group = next((value for value in given if isinstance(value, dist.ProcessGroup)), None)
-            if within is None or dist.get_world_size(group) == within:
-                tensors = (value for value in given if isinstance(value, torch.Tensor))
-                calls.append(Call(op, max((tensor.nbytes for tensor in tensors), default=0)))
+            tensors = (value for value in given if isinstance(value, torch.Tensor))
+            calls.append(Call(op, max((tensor.nbytes for tensor in tensors), default=0)))
             return function(*args, **kwargs)
 
         return call

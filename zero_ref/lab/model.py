@@ -1,7 +1,6 @@
 """A small GPT that reads bytes, and a text that every Python carries.
 
-The model is an ordinary PyTorch module: nothing in it knows of ranks, until experts are spread over several
-(`experts`). The text is Python's own language
+The model is an ordinary PyTorch module: nothing in it knows of ranks. The text is Python's own language
 reference, which `pydoc_data.topics` holds for `help()`, so that nothing has to be downloaded.
 
 The architecture is that of GPT-2 (Radford et al., 2019): learned positions, layer norm before each part,
@@ -18,7 +17,6 @@ from torch.nn import functional
 
 from zero_ref.lab import ranks
 from zero_ref.lab.config import VOCABULARY, GPTConfig
-from zero_ref.lab.experts import Mixture
 
 
 class Attention(nn.Module):
@@ -39,26 +37,19 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer network or experts on each position, each added to what came in."""
+    """Attention, then a two-layer network on each position, each added to what came in."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.norm_1 = nn.LayerNorm(config.width)
         self.attention = Attention(config)
         self.norm_2 = nn.LayerNorm(config.width)
-        self.mixture = Mixture(config) if config.experts else None
-        if self.mixture is None:
-            self.expand = nn.Linear(config.width, 4 * config.width)
-            self.contract = nn.Linear(4 * config.width, config.width)
+        self.expand = nn.Linear(config.width, 4 * config.width)
+        self.contract = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm_1(x))
-        normed = self.norm_2(x)
-        result: torch.Tensor
-        if self.mixture is not None:
-            result = self.mixture(normed)
-        else:
-            result = self.contract(functional.gelu(self.expand(normed)))
+        result: torch.Tensor = self.contract(functional.gelu(self.expand(self.norm_2(x))))
         return x + result
 
 
@@ -81,7 +72,7 @@ class GPT(nn.Module):
         for name, param in self.named_parameters():
             if param.ndim >= 2:
                 # GPT-2's choice: what is added to the stream is smaller, the more layers add to it.
-                added = name.endswith(("project.weight", "contract.weight", "experts.contract"))
+                added = name.endswith(("project.weight", "contract.weight"))
                 deviation = 0.02 / (2 * config.layers) ** 0.5 if added else 0.02
                 # Drawn where the generator is, whatever the default device: everywhere the same numbers.
                 drawn = torch.empty(param.shape, device=generator.device)

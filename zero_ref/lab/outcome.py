@@ -15,7 +15,6 @@ import torch
 from zero_ref.lab import meter
 from zero_ref.lab.checkpoints import Stretch, stretches
 from zero_ref.lab.config import COMPARED, TrainConfig
-from zero_ref.lab.expert_plan import buckets_of_rank, calls_by_group, params_of_rank, shared_experts
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.placement import Placement
 from zero_ref.plan.calls import Call
@@ -34,21 +33,15 @@ def predict(config: TrainConfig, world_size: int, *, side_stream: bool = False) 
     model = GPT(config.model, config.seed)
     tokens, targets = batch(language_reference().training, config.model, 1, seed=0, step=0, rank=0)
     order = models.ready_order(model, lambda: model(tokens, targets).backward())
-    params, experts = models.from_module(model), shared_experts(config)
-    if experts is None:
-        buckets = ddp_buckets(params, order)
-    else:
-        params = params_of_rank(params, experts.ranks)
-        buckets = buckets_of_rank(params, order)
+    params = models.from_module(model)
     return schedule(
         config.recipe,
         params,
         world_size,
-        ddp_buckets=buckets,
+        ddp_buckets=ddp_buckets(params, order),
         blocks=models.blocks(params),
         steps=config.recorded_steps if config.recipe.averaging else None,
         side_stream=side_stream,
-        experts=experts,
     )
 
 
@@ -63,8 +56,6 @@ class Measured(NamedTuple):
         held_out_loss: after the last step, on text that was not trained on; on rank 0 at least.
         step_ms: of each step done in this run.
         cuts_by_itself: the reader's own optimizer has cut the parameters, by a rule of its own.
-        expert_rows: that this rank's experts have computed in the last step, in each block, where experts are
-            spread.
     """
 
     calls: list[Call]
@@ -73,7 +64,6 @@ class Measured(NamedTuple):
     held_out_loss: float | None
     step_ms: list[float]
     cuts_by_itself: bool = False
-    expert_rows: tuple[int, ...] = ()
 
 
 class Pair(NamedTuple):
@@ -108,10 +98,6 @@ class Outcome:
         numel: elements of all parameters.
         held_bytes: parameters, gradients and optimizer state together, on each rank.
         ledger_bytes: the same by `simulator.ledger.ledger`, on average over the ranks.
-        all_to_alls, all_to_all_bytes: those of the calls and of their payload that bring rows to experts and
-            back; None where experts are not spread over ranks.
-        expert_load: rows of the busiest rank in the last step, over the average of all ranks; the mean over
-            blocks, each of which waits for a busiest rank of its own; None likewise.
         loss_tolerance: relative, between this loss and that of DDP; None where another model is trained.
         ran: of a directory of saves: which steps were trained on how many ranks, repeated ones too.
     """
@@ -135,9 +121,6 @@ class Outcome:
     ledger_bytes: float
     loss_tolerance: float | None = 1e-6
     ran: list[Stretch] = field(default_factory=list)
-    all_to_alls: Pair | None = None
-    all_to_all_bytes: Pair | None = None
-    expert_load: float | None = None
 
     QUANTITIES = (
         "state_bytes_max",
@@ -151,16 +134,10 @@ class Outcome:
         """Return what was both predicted and measured, by name."""
         return {name: getattr(self, name) for name in self.QUANTITIES}
 
-    def pairs_of_experts(self) -> dict[str, Pair]:
-        """The same of experts that are spread over ranks; empty where none are."""
-        if self.all_to_alls is None or self.all_to_all_bytes is None:
-            return {}
-        return {"all_to_alls": self.all_to_alls, "all_to_all_bytes": self.all_to_all_bytes}
-
     @property
     def as_predicted(self) -> bool:
         """Every quantity and every call is as predicted."""
-        pairs = [*self.pairs().values(), *self.pairs_of_experts().values(), *self.held_bytes]
+        pairs = [*self.pairs().values(), *self.held_bytes]
         return self.calls_equal and all(pair.agrees for pair in pairs)
 
     def in_short(self) -> dict[str, Any]:
@@ -169,8 +146,7 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, the pairs as {"predicted": ..., "measured": ...}."""
-        both = self.pairs() | self.pairs_of_experts()
-        pairs = {name: pair._asdict() for name, pair in both.items()}
+        pairs = {name: pair._asdict() for name, pair in self.pairs().items()}
         held, ran = ([each._asdict() for each in several] for several in (self.held_bytes, self.ran))
         return {**asdict(self), **pairs, "held_bytes": held, "ran": ran}
 
@@ -183,10 +159,7 @@ def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -
     """
     times = [max(at_step) for at_step in zip(*(rank.step_ms for rank in measured), strict=True)]
     first = measured[0]
-    planned = [
-        plan.calls_of(rank) if config.expert_parallel == 1 else tuple(calls_by_group(plan, rank))
-        for rank in range(len(measured))
-    ]
+    planned = [plan.calls_of(rank) for rank in range(len(measured))]
     planned_bytes = map(sum, zip(plan.parameter_bytes, plan.left_gradient_bytes, plan.state_bytes))
     numel, own = config.model.numel, config.is_own
     assert first.held_out_loss is not None
@@ -220,33 +193,13 @@ def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -
         ledger_bytes=_ledger_bytes(config, len(measured)),
         loss_tolerance=_loss_tolerance(config),
         ran=stretches(config.checkpoint_dir) if config.checkpoint_dir else [],
-        **(_of_experts(planned, measured) if config.expert_parallel > 1 else {}),
     )
 
 
-def _of_experts(planned: Sequence[Sequence[Call]], measured: Sequence[Measured]) -> dict[str, Any]:
-    """The fields of an Outcome that are about experts on several ranks."""
-    sent = [
-        [[call for call in calls if call.op == "all_to_all"] for calls in of_ranks]
-        for of_ranks in (planned, [rank.calls for rank in measured])
-    ]
-    busiest = map(max, zip(*(rank.expert_rows for rank in measured)))
-    average = sum(sum(rank.expert_rows) for rank in measured) / len(measured)
-    return {
-        "all_to_alls": Pair(*(max(map(len, of_ranks)) for of_ranks in sent)),
-        "all_to_all_bytes": Pair(*(max(map(_payload, of_ranks)) for of_ranks in sent)),
-        "expert_load": sum(busiest) / average,
-    }
-
-
 def _ledger_bytes(config: TrainConfig, world_size: int) -> float:
-    """What the ledger says. Of experts a rank has its part, sharded among the ranks that have the same."""
-    stage, convention, spread = config.recipe.stage, _convention(config), config.expert_parallel
-    of_experts = config.model.expert_numel if spread > 1 else 0
-    dense = ledger(
-        config.model.numel - of_experts, config.recipe.group_of(world_size), stage, convention
-    ).total_bytes
-    return dense + ledger(of_experts // spread, world_size // spread, stage, convention).total_bytes
+    """The ledger's bytes of a rank."""
+    group = config.recipe.group_of(world_size)
+    return ledger(config.model.numel, group, config.recipe.stage, _convention(config)).total_bytes
 
 
 def _convention(config: TrainConfig) -> Convention:
@@ -286,7 +239,7 @@ def problems(outcomes: Sequence[Outcome]) -> list[str]:
             found.append(
                 f"{result.strategy}: the loss became infinite or no number: a smaller learning rate may help"
             )
-        for quantity, pair in (result.pairs() | result.pairs_of_experts()).items():
+        for quantity, pair in result.pairs().items():
             if not pair.agrees:
                 found.append(
                     f"{result.strategy}: {quantity} predicted {pair.predicted}, measured {pair.measured}"

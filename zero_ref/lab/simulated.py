@@ -13,7 +13,6 @@ from zero_ref.simulator._records import read_json
 from zero_ref.simulator.architectures import Architecture
 from zero_ref.simulator.cluster import CLUSTERS, Cluster
 from zero_ref.simulator.decoders import Decoder
-from zero_ref.simulator.expert_parallel import experts_of
 from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.options import values_of
 from zero_ref.simulator.recipe import LOCAL_SGD
@@ -58,7 +57,7 @@ PHASES_IN_WORDS = {
 FITS = {True: "fits", False: "does not fit", None: "undecided"}
 
 LABELS = (
-    "forward", "gather", "count", "dispatch", "combine", "backward", "reduce", "step", "broadcast", "agree",
+    "forward", "gather", "backward", "reduce", "step", "broadcast", "agree",
     "average",
 )  # fmt: skip
 """The labels of operations, in the order in which they are printed."""
@@ -96,9 +95,7 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
         "model": named,
         "elements": scenario.numel,
         "active_elements": scenario.active,
-        "elements_of_rank": scenario.numel_of_rank,
-        "trained_elements_of_rank": scenario.trained_numel,
-        "experts": _experts_as_json(scenario),
+        "trained_elements": scenario.trained_numel,
         "parts": parts_of(scenario.architecture),
         "not_counted": list(scenario.missing),
         "tensors": len(scenario.params),
@@ -111,17 +108,6 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
         "attention_share": scenario.attention_share,
         "not_modelled": list(NOT_MODELLED),
         "strategies": {run.strategy: _run_as_json(run) for run in runs},
-    }
-
-
-def _experts_as_json(scenario: Scenario) -> dict[str, Any] | None:
-    """Of a model with experts, how many are in a block and on a rank, and the payload of a dispatch."""
-    if not (experts := experts_of(scenario.shapes)):
-        return None
-    return {
-        "in_block": experts,
-        "of_rank": experts // scenario.expert_parallel,
-        "dispatched_bytes": 0 if scenario.experts is None else scenario.experts.row_bytes,
     }
 
 
@@ -207,8 +193,6 @@ def _parameters(scenario: Scenario) -> str:
         words.append(f"{scenario.active:,} for a token")
     if scenario.lora is not None:
         words.append(f"{scenario.trained_numel:,} of them trained")
-    if scenario.experts is not None:
-        words.append(f"{scenario.numel_of_rank:,} on a rank")
     return ", ".join(words)
 
 
@@ -273,27 +257,8 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
         counted = "parameters not known" if numel is None else f"{numel:,} parameters"
         yield f"not simulated: {part}, {counted}"
     if scenario.active < scenario.numel:
-        yield _experts(scenario)
+        yield "supposed: experts get as many tokens as others"
     yield "; ".join(["not counted: starting kernels, other jobs' traffic", *scenario.missing])
-
-
-def _experts(scenario: Scenario) -> str:
-    """Where experts are, and how many tokens they get."""
-    if (shared := scenario.experts) is None:
-        return "supposed: experts get as many tokens as others"
-    busiest = (
-        "every rank gets as many rows"
-        if shared.load == 1
-        else f"the busiest rank gets {shared.load:g} times the average"
-    )
-    return (
-        f"experts: {shared.ranks:,} ranks share the {shared.experts:,} of each block, "
-        f"{shared.experts // shared.ranks:,} each; in each block a rank has {format_bytes(shared.row_bytes)} "
-        f"of rows for them, of which 1/{shared.ranks:,} stays on it. Rows travel there and back in forward "
-        f"and in backward{', and once more where backward computes a block again' * bool(shared.again)}; "
-        f"supposed: {busiest}; not counted: 8-bit rows, a row sent once to a node for several of its "
-        "ranks, and all-to-alls hidden behind computing"
-    )
 
 
 def _supposed(scenario: Scenario) -> str:

@@ -33,7 +33,7 @@ def saved_by(scenario: Scenario, strategy: str) -> Saved:
         raise ValueError(
             "--checkpoint is about one state that ranks share, each element of it with one owner. Under "
             f"{strategy}, with these options, elements have no owner. Choose zero, zero-bucket, zero-even or "
-            "zero-2, without --expert-parallel."
+            "zero-2."
         )
     if scenario.offload:
         raise ValueError(

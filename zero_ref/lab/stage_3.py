@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zero_ref.lab.experts import Experts
 from zero_ref.lab.meter import HeldBytes, memory_of
 from zero_ref.lab.ranks import device
 
@@ -39,7 +38,6 @@ def shard(
     model: nn.Module,
     group: int | None = None,
     reduce_dtype: torch.dtype | None = None,
-    with_same_experts: DeviceMesh | None = None,
 ) -> None:
     """Let torch's `fully_shard` make a unit of each of the model's `blocks`, and one of what is left.
 
@@ -47,8 +45,6 @@ def shard(
         group: how many consecutive ranks share the parameters, in groups that are replicas of each other;
             None for all.
         reduce_dtype: what gradients travel in; None for their own.
-        with_same_experts: where experts are spread over ranks, those that share the experts of this rank; the
-            experts of each block are then a unit of their own. None where all ranks have all experts.
     """
     # They load for a second: only where they are used.
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -61,9 +57,6 @@ def shard(
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
     }
     for block in model.blocks:  # type: ignore[union-attr]
-        if with_same_experts is not None:
-            for experts in (one for one in block.modules() if isinstance(one, Experts)):
-                fully_shard(experts, **options | {"mesh": with_same_experts})  # type: ignore[call-overload]
         fully_shard(block, **options)  # type: ignore[call-overload]
     fully_shard(model, **options)  # type: ignore[call-overload]
 

@@ -8,7 +8,7 @@ is trained: in the parameters' own dtype, or, where it is `MIXED_ADAMW`, on 32-b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,11 +50,6 @@ class Trainable:
     no_sync: bool = False
 
     @property
-    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """All optimizers, of which each updates parameters of its own."""
-        return (self.optimizer,)
-
-    @property
     def cuts_by_itself(self) -> bool:
         """Whether owners are the reader's own, so that their state is not predicted."""
         return False
@@ -69,10 +64,6 @@ class Trainable:
     def held(self) -> meter.HeldBytes:
         """Return the bytes that this rank holds between iterations."""
         return meter.held_bytes(self.model.parameters(), self.optimizer)
-
-    def expert_rows(self) -> tuple[int, ...]:
-        """Rows that this rank's experts computed in the last forward, in each block where they are spread."""
-        return ()
 
     def passing(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         """A forward and backward, one of several before an update, happens in this, and reduces or not."""
@@ -182,17 +173,14 @@ def make_optimizer(
     model: nn.Module,
     learning_rate: float = 1e-3,
     group: dist.ProcessGroup | None = None,
-    *,
-    params: Sequence[nn.Parameter] | None = None,
 ) -> torch.optim.Optimizer:
     """AdamW, whole on every rank or sharded by the recipe's partition.
 
     Args:
         group: the ranks that share the state; None for all.
-        params: of the model, those to update; None for all.
     Collective: all ranks of the default group.
     """
-    masters, params = keeps_masters(recipe), list(model.parameters()) if params is None else params
+    masters, params = keeps_masters(recipe), list(model.parameters())
     if recipe.partition is None and not masters:
         return torch.optim.AdamW(params, lr=learning_rate)
     # torch's AdamW has no masters. Kept whole, they are those of a group in which this rank is alone.

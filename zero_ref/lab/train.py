@@ -27,7 +27,6 @@ from zero_ref.lab._arguments import Parser, complain, json_text, unwritable
 from zero_ref.lab.checkpoints import NothingLeftError, checkpoints_for, in_words
 from zero_ref.lab.config import TrainConfig, add_run_arguments, check_memory, config_for, strategies_of
 from zero_ref.lab.dry_run import print_prediction
-from zero_ref.lab.expert_parallel import spread
 from zero_ref.lab.logs import Logs, StepDone
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.outcome import Measured, Outcome, as_json, outcome, predict, problems
@@ -55,8 +54,6 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
     model = GPT(config.model, config.seed).to(device())
     if config.is_own:
         made = own.trainable_own(str(config.own), model, config.learning_rate, config.master_dtype)
-    elif config.expert_parallel > 1:
-        made = spread(config.recipe, model, config.expert_parallel, config.learning_rate)
     else:
         made = trainable(config.recipe, model, config.learning_rate)
     optimizer = made.optimizer
@@ -70,14 +67,12 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
             tokens, targets = batch(
                 text.training, config.model, config.batch_size, seed=config.seed, step=step, rank=rank
             )
-            for one in made.optimizers:
-                for group in one.param_groups:
-                    group["lr"] = learning_rate(config, step)
-                one.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config, step)
+            optimizer.zero_grad()
             loss = made.model(tokens.to(device()), targets.to(device()))
             loss.backward()
-            for one in made.optimizers:
-                one.step()
+            optimizer.step()
         if step in config.recorded_steps:
             calls += made.calls
         made.calls.clear()
@@ -90,13 +85,12 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
             checkpoints.save(step + 1, losses)
     if isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer.arriving is not None:
         optimizer.arriving.wait()  # nothing more is trained that would
-    held, expert_rows = made.held(), made.expert_rows()
+    held = made.held()
     checkpoints.save(config.steps, losses)
 
-    # At stage 3 all ranks compute it together, and where each has only some of the experts.
-    together = config.recipe.stage == 3 or config.expert_parallel > 1
-    loss_held_out = held_out_loss(model, config) if rank == 0 or together else None
-    return Measured(calls, held, losses.means(), loss_held_out, step_ms, made.cuts_by_itself, expert_rows)
+    # At stage 3 all ranks compute it together.
+    loss_held_out = held_out_loss(model, config) if rank == 0 or config.recipe.stage == 3 else None
+    return Measured(calls, held, losses.means(), loss_held_out, step_ms, made.cuts_by_itself)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from zero_ref.live.numbers import short, short_bytes, short_time, time_unit
-from zero_ref.live.palette import ALARM, INK, MUTED, PART_COLOURS, SERIES_COLOURS, text_colour_on
+from zero_ref.live.palette import ALARM, INK, MUTED, PART_COLOURS, text_colour_on
 from zero_ref.live.svg import (
     BOLD,
     LINE,
@@ -39,7 +39,6 @@ COLOURS = {
 COLOURS_OF_MORE = {
     "forward": "#B9C0CB",
     **dict.fromkeys(("gather", "average", "agree"), PART_COLOURS["parameters"]),
-    **dict.fromkeys(("count", "dispatch", "combine"), SERIES_COLOURS[1]),  # rows, to experts and back
 }
 OTHER = "#77722A"  # whatever else a measured run may name
 

@@ -37,13 +37,12 @@ class Call(NamedTuple):
     Call(op='broadcast', nbytes=4096, peer=0)
 
     Args:
-        op: "broadcast", "all_reduce", "all_gather", "all_to_all", "reduce", "reduce_shares" (this package's
+        op: "broadcast", "all_reduce", "all_gather", "reduce", "reduce_shares" (this package's
             reduce-scatter, see `Collectives.reduce_shares`), "reduce_scatter" (a backend's own), "send",
             "recv", or "check".
         nbytes: payload in bytes: the size of the tensor that this rank passes in, or of the output of an
-            all-gather into a single tensor. Of the all-to-alls that bring rows to experts and back, the rows
-            of this rank's own tokens, see `lab.experts.all_to_all`. The bytes on the wire are a multiple of
-            the payload that depends on the operation and the number of ranks.
+            all-gather into a single tensor. The bytes on the wire are a multiple of the payload that depends
+            on the operation and the number of ranks.
         peer: the source of a broadcast, the owner that a reduce gives the sum to, or the other rank of a send
             or recv; None for other operations.
     """

@@ -19,10 +19,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `memory`: everything that a rank holds, item by item, on average and exactly for a partition;
 - `operations`: what is computed, what is sent, and what waits for what;
 - `data_parallel`, `sharded`, `stage_3`, `local_sgd`: the operations of an iteration, in order;
-- `groups`: groups of ranks, and owners where fewer ranks share some parameters than others; `cuts` has what
-  stage 3 cuts;
-- `dispatch`: the all-to-alls by which rows of tokens reach experts on other ranks;
-- `expert_parallel`: ranks that share the experts of each block;
+- `groups`: groups of ranks that share what is sharded; `cuts`: how stage 3 cuts parameters;
 - `recipe`: a strategy as one value: what is sharded, who gets gradients, when updates are made, what is sent;
 - `schedule`: the iteration of a strategy, its calls one by one, and what each rank holds;
 - `timeline`: when each part of an iteration happens on a rank, and what is hidden behind computing;
@@ -32,7 +29,6 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `cluster`: links between devices, and how long each collective takes on them;
 - `kernels`: what a transformer computes, and what limits it: arithmetic, attention, memory;
 - `price`: how long each operation of a schedule takes on a cluster;
-- `network`: one call after another, and what is beside them;
 - `held`: what a rank holds during an iteration, by kind;
 - `play`: a schedule on a cluster: times, memory over time, the critical path, slow ranks;
 - `saved`, `checkpoints`: what saving and loading take, in several ways;

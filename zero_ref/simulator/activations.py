@@ -16,8 +16,7 @@ from typing import NamedTuple
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.architectures import Transformer, outputs_of
 from zero_ref.simulator.autocast import cast_weights, kept_under_autocast
-from zero_ref.simulator.experts import OF_ROWS
-from zero_ref.simulator.layers import ALONE, Kept, Layer, Matrix, Sharing
+from zero_ref.simulator.layers import Kept, Layer, Matrix
 from zero_ref.simulator.lora import Lora
 from zero_ref.simulator.norms import NORMS, beside_of_element, kept_beside
 
@@ -209,7 +208,6 @@ def activations(
     lora: Lora | None = None,
     norms: str = "fused",
     repeated_kv: bool = False,
-    sharing: Sharing = ALONE,
     silu_by_hand: bool = False,
 ) -> Activations:
     """A rank's activations under a kind of checkpointing.
@@ -245,7 +243,6 @@ def activations(
         norms: how RMSNorms are computed: one of `norms.NORMS`. Compiled, all keep as much as fused ones.
         repeated_kv: keys and values are copied for every query head before fused attention, as before torch
             had grouped heads there. Unfused attention always needs the copies.
-        sharing: of experts among ranks, of which these are the activations of the busiest.
         silu_by_hand: the SiLU of a gated MLP is x * sigmoid(x), which keeps the sigmoid too.
     Raises:
         ValueError: `checkpointing`, `attention` or `norms` is unknown, or there is no sequence or no token.
@@ -268,7 +265,6 @@ def activations(
         autocast,
         norms,
         repeated_kv,
-        sharing,
         silu_by_hand,
         lora,
     )
@@ -297,18 +293,14 @@ def activations(
     if not all(layer.layer_norms for layer in layers):  # the last norm is in no block, and not compiled
         of_norm += width * beside_of_element(norms, of_stream)
     of_logit, in_loss = (itemsize, itemsize) if fused_loss else (loss_itemsize, 2 * loss_itemsize)
-    # Of experts that not all tokens go to, gradients of all rows that this rank got, and of those it sent.
-    more = sharing.load - 1
-    inside = max(
-        (1 + layer.kind.gated) * (layer.hidden + layer.routed * more) + layer.moved * (1 + more / 2)
-        for layer in layers
-    )
+    # Of experts that not all tokens go to, gradients of all rows, brought there and back.
+    inside = max((1 + layer.kind.gated) * layer.hidden + layer.moved for layer in layers)
     return Activations(
         blocks,
         head=tokens * (of_norm + of_logit * outputs) + how.casts(width * outputs),
         loss=tokens * in_loss * outputs,
         again=again,
-        gradients=round(tokens * (2 * width * of_stream + inside * itemsize)),
+        gradients=tokens * (2 * width * of_stream + inside * itemsize),
         cached=sum(layer.number * how.casts(cast_weights(layer)) for layer in layers) * shrunk // depth,
     )
 
@@ -324,7 +316,6 @@ class _How(NamedTuple):
     autocast: bool
     norms: str
     repeated_kv: bool
-    sharing: Sharing
     silu_by_hand: bool
     lora: Lora | None
 
@@ -350,20 +341,15 @@ def _kept_bytes(layer: Layer, how: _How, *left_out: str) -> int:
         exponentials=how.sequence if how.attention == "by-hand" else 0,
     )
     of_token = sum(
-        one.numel
-        * (how.sharing.load if layer.routed and one.name in OF_ROWS else 1)
-        * (one.nbytes or how.itemsize)
+        one.numel * (one.nbytes or how.itemsize)
         for one in kept
         if one.role not in left_out and not (how.compiled and one.role == "pointwise")
     )
-    return round(how.sequence * how.batch * of_token) + how.casts(cast_weights(layer))
+    return how.sequence * how.batch * of_token + how.casts(cast_weights(layer))
 
 
 def _kept_by_operation(layer: Layer, how: _How) -> int:
-    """The input of a block, attention's result and those of every other product, the first one included.
-
-    And the rows that came from other ranks, and the results that came back.
-    """
+    """The input of a block, attention's result and those of every other product, the first one included."""
     listed = matrices(layer)[::2]
     if how.compiled and not layer.kind.post_norms:
         listed = [one for one in listed if one.name != "down"]  # nothing in backward reads it
@@ -375,8 +361,7 @@ def _kept_by_operation(layer: Layer, how: _How) -> int:
         numel += how.lora.rank * sum(adapted[1::2])
     of_results = numel * how.itemsize
     statistics = 4 * layer.heads if how.attention == "fused" else 0
-    arrived = layer.moved / 2 * (1 + how.sharing.load) * how.itemsize if how.sharing.ranks > 1 else 0
-    return round(how.sequence * how.batch * (of_input + of_results + statistics + arrived))
+    return how.sequence * how.batch * (of_input + of_results + statistics)
 
 
 def activation_bytes(

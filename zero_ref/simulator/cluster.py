@@ -18,7 +18,7 @@ from zero_ref.simulator import devices, presets
 from zero_ref.simulator._checks import check_name, check_number
 from zero_ref.simulator._records import parse_json, record
 from zero_ref.simulator.device import Device
-from zero_ref.simulator.traffic import BACKENDS, OPERATIONS, PAIRWISE, Traffic, traffic
+from zero_ref.simulator.traffic import BACKENDS, OPERATIONS, Traffic, traffic
 
 ALGORITHMS = ("auto", "ring", "tree", "nvls")
 
@@ -334,10 +334,8 @@ class Cluster:
     ) -> float:
         """The milliseconds of the collective of a group whose ranks lie on nodes in this way."""
         inside_bytes = load.busiest_bytes if at_once is None else load.total_bytes * at_once
-        # What was measured for an exchange holds for an all-to-all too, unless that was measured itself.
-        alike = "exchange" if op in PAIRWISE else op
-        within = self.link_of_op.get(op) or self.link_of_op.get(alike) or self._inner(op, span)
-        if op in (*PAIRWISE, "send"):
+        within = self.link_of_op.get(op) or self._inner(op, span)
+        if op in ("exchange", "send"):
             if span.nodes == 1:
                 return within.ms(load.rounds, inside_bytes)
             outside = 1.0 if op == "send" else (ranks - span.fewest) / (ranks - 1)

@@ -1,4 +1,4 @@
-"""How stage 3 cuts parameters: each along one dimension, into as many parts as ranks share it."""
+"""How stage 3 cuts parameters: each along its first dimension, into as many parts as ranks share it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.simulator.groups import Groups, Part
-from zero_ref.simulator.layers import is_of_experts
 from zero_ref.simulator.ledger import StateRule, itemsize_of
 from zero_ref.simulator.stage_3 import Unit
 
 
 class Cut(NamedTuple):
-    """A parameter cut along a dimension. Each rank has room for as many rows as the fullest.
+    """A parameter cut along its first dimension. Each rank has room for as many rows as the fullest.
 
     >>> Cut.of(ParamSpec(12, shape=(3, 4)), ranks=2)
     Cut(rows=3, chunk=2, width=4, padded=32)
@@ -32,17 +30,9 @@ class Cut(NamedTuple):
     padded: int
 
     @classmethod
-    def of(cls, param: ParamSpec, ranks: int, *, stacked: bool = False) -> Cut:
-        """Cut along the first dimension, as torch's `fully_shard` does.
-
-        Args:
-            stacked: the first dimension is that of experts: where these are fewer than the ranks, cut along
-                the second, since most ranks would hold nothing but padding.
-        Source: torchtitan's torchtitan/models/llama4/infra/parallelize.py for experts that ranks share.
-        """
+    def of(cls, param: ParamSpec, ranks: int) -> Cut:
+        """Cut along the first dimension, as torch's `fully_shard` does."""
         rows = param.rows
-        if stacked and rows < ranks and len(param.shape) > 1:
-            rows = param.shape[1]
         chunk, width = -(-rows // ranks), param.numel // max(rows, 1)
         return cls(rows, chunk, width, chunk * width * itemsize_of(param.dtype))
 
@@ -57,32 +47,22 @@ class Cut(NamedTuple):
         return (0, full), (full_ranks, part - full), (full_ranks + 1, -part)
 
 
-class CutPart:
-    """The parameters of a part, cut into as many parts as its groups have ranks.
+class CutParams:
+    """The parameters of a model, each cut into as many parts as a group has ranks."""
 
-    Args:
-        is_split: ranks share the experts of a block, so that stacked experts may be cut along another
-            dimension.
-    """
-
-    def __init__(self, params: Sequence[ParamSpec], part: Part, is_split: bool) -> None:
-        self.params, self.groups = params, part.groups
-        self.cuts = {
-            number: Cut.of(
-                params[number], self.groups.ranks, stacked=is_split and is_of_experts(params[number].name)
-            )
-            for number in part.numbers
-        }
+    def __init__(self, params: Sequence[ParamSpec], ranks: int) -> None:
+        self.params, self.ranks = params, ranks
+        self.cuts = [Cut.of(param, ranks) for param in params]
 
     @property
     def parameter_bytes(self) -> int:
         """On each rank, padding included."""
-        return sum(cut.padded for cut in self.cuts.values())
+        return sum(cut.padded for cut in self.cuts)
 
     @property
     def gradient_bytes(self) -> int:
         """The same of trained parameters."""
-        return sum(cut.padded for number, cut in self.cuts.items() if self.params[number].trainable)
+        return sum(cut.padded for param, cut in zip(self.params, self.cuts) if param.trainable)
 
     def unit(self, numbers: Sequence[int], kept: bool, reduced_itemsize: int | None) -> Unit:
         """These of the parameters, gathered together.
@@ -91,7 +71,7 @@ class CutPart:
             kept: as `Unit.kept`.
             reduced_itemsize: bytes of an element of gradients on their way; None for those of the gradients.
         """
-        ranks, cuts = self.groups.ranks, self.cuts
+        ranks, cuts = self.ranks, self.cuts
         trained = [number for number in numbers if self.params[number].trainable]
         own = ranks * sum(cuts[number].padded for number in trained)
         reduced = own
@@ -104,16 +84,14 @@ class CutPart:
             kept,
             len(numbers),
             own,
-            self.groups,
         )
 
     def held(self, rule: StateRule) -> tuple[list[int], list[int]]:
         """What each place of a group updates, in elements, and holds as state, in bytes."""
-        ranks = self.groups.ranks
+        ranks = self.ranks
         # The first have full chunks, one the rest, others nothing: note where that changes, then add up.
         shard_changes, state_changes = [0] * (ranks + 2), [0] * (ranks + 2)
-        for number, cut in self.cuts.items():
-            param = self.params[number]
+        for param, cut in zip(self.params, self.cuts):
             its = rule.of(param)
             has_state = param.trainable or its.for_frozen
             for place, change in cut.amounts():
@@ -123,18 +101,3 @@ class CutPart:
             if has_state:
                 state_changes[0] += its.scalar_bytes  # on every rank, also where it has no rows
         return list(accumulate(shard_changes))[:ranks], list(accumulate(state_changes))[:ranks]
-
-
-def on_each_rank(amounts: Sequence[tuple[Groups, Sequence[int]]]) -> tuple[int, ...]:
-    """The sum of what each rank has of several parts, of which each place of a group has so much.
-
-    >>> on_each_rank([(Groups(4, 4), [1, 2, 3, 4]), (Groups(4, 2, stride=2), [10, 20])])
-    (11, 12, 23, 24)
-    """
-    groups = [one for one, _ in amounts]
-    period = max(one.period for one in groups)
-    if len(amounts) == 1:
-        ((_, alone),) = amounts
-        return tuple(alone) * groups[0].replicas
-    of_period = [sum(of_place[one.place(rank)] for one, of_place in amounts) for rank in range(period)]
-    return tuple(of_period) * (groups[0].world_size // period)

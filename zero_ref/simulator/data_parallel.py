@@ -10,7 +10,7 @@ from zero_ref.plan.calls import Call
 from zero_ref.plan.layout import lay_out, runs_within
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
 from zero_ref.plan.rules import newton_schulz_operations
-from zero_ref.simulator.ledger import Owners, itemsize_of
+from zero_ref.simulator.ledger import itemsize_of
 from zero_ref.simulator.operations import (
     COMPUTE,
     NEEDS,
@@ -122,7 +122,7 @@ def data_parallel(
 def step_of(
     step: Operation,
     params: Sequence[ParamSpec],
-    owners: Owners | None,
+    owners: Partition | None,
     members: Sequence[int],
     muon: bool,
 ) -> Operation:
@@ -130,7 +130,7 @@ def step_of(
 
     Args:
         step: the operation so far.
-        owners: a Partition where only a part of the parameters is updated.
+        owners: who owns what; None where every rank updates everything.
         members: the numbers of the parameters.
     """
     step = step._replace(numel=sum(params[number].numel for number in members), tensors=len(members))
@@ -138,7 +138,7 @@ def step_of(
     flops = [flop if number in inside else 0 for number, flop in enumerate(_newton_schulz(params, muon))]
     if owners is None:
         return step._replace(flops=sum(flops))
-    if isinstance(owners, Partition) and len(inside) < sum(param.trainable for param in params):
+    if len(inside) < sum(param.trainable for param in params):
         owned = [one for number in members for one in owners.pieces_of_param[number]]
         numel_of_rank: Sequence[int] = _of_ranks(
             ((owner, piece.numel) for piece, owner in owned), owners.world_size
@@ -162,7 +162,7 @@ def _newton_schulz(params: Sequence[ParamSpec], muon: bool) -> list[int]:
     ]
 
 
-def most_flops(params: Sequence[ParamSpec], owners: Owners, muon: bool) -> int:
+def most_flops(params: Sequence[ParamSpec], owners: Partition, muon: bool) -> int:
     """The operations of Muon's step on the rank that makes most."""
     return max(owners.totals([0] * len(params), _newton_schulz(params, muon)))
 
@@ -223,7 +223,7 @@ def broadcasts_of(
     ]
 
 
-def owned_bytes(owners: Owners, params: Sequence[ParamSpec]) -> tuple[int, ...]:
+def owned_bytes(owners: Partition, params: Sequence[ParamSpec]) -> tuple[int, ...]:
     """Bytes of the trainable parameters that each rank owns, and so of the gradients that it needs."""
     return owners.totals([itemsize_of(param.dtype) if param.trainable else 0 for param in params])
 

@@ -248,7 +248,7 @@ class Decoder:
         for block in dict.fromkeys(self._blocks):
             mixer, mlp = family.mixers[block.mixer], family.mlps[block.mlp]
             kept = (mixer.kept or "", mixer.after, mlp.kept or "")
-            sums = (*mixer.scores, mixer.attended, mixer.rotated, mlp.width, mlp.moved, mlp.routed)
+            sums = (*mixer.scores, mixer.attended, mixer.rotated, mlp.width, mlp.moved)
             written = (family.block, mixer.tensors, mlp.tensors, *kept, *(f"({one})" for one in sums))
             tables += [(block, table) for table in written]
         for of_block, table in tables:
@@ -301,7 +301,6 @@ class Decoder:
             rotated=value_of(mixer.rotated, sizes) if family.kind.rotary else 0,
             mlp=None if mlp.kept is None else _kept(mlp.kept, sizes),
             moved=value_of(mlp.moved, sizes),
-            routed=value_of(mlp.routed, sizes),
             products=products,
             last=last,
             biased=biased,

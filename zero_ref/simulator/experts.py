@@ -29,10 +29,6 @@ KEPT_SHARED = (
 )
 
 
-OF_ROWS = ("rows", "gate and up", "activation", "gated")
-"""The names of what is kept of each row on the rank of its expert. Results are kept on the token's own."""
-
-
 def experts(
     tensors: str, *, shared: bool = False, m: str = "m", weighted: bool = False, routed: str = KEPT_ROUTED
 ) -> Mlp:
@@ -46,7 +42,7 @@ def experts(
     kept = (routed + KEPT_SHARED * shared + " shared_result(d):product weight(1):operand" * weighted).replace(
         "*m)", f"*{m})"
     )
-    return Mlp(tensors, kept, width=f"c*{m}" + "+s" * shared, moved="2*c*d", routed=f"c*{m}")
+    return Mlp(tensors, kept, width=f"c*{m}" + "+s" * shared, moved="2*c*d")
 
 
 def stacked(name: str, m: str = "m") -> str:

@@ -82,7 +82,6 @@ class Mlp(NamedTuple):
         kept: what autograd keeps of it, written as `Mixer.kept`; None for what the family's `kind` keeps.
         width: what takes the place of the width of the MLP: elements of the activation function's results.
         moved: elements that are brought to experts and back, for each token.
-        routed: of the width, that of experts that not all tokens go to.
         missing: as `Mixer.missing`.
     """
 
@@ -90,7 +89,6 @@ class Mlp(NamedTuple):
     kept: str | None = None
     width: str = "h"
     moved: str = "0"
-    routed: str = "0"
     missing: str = ""
 
 

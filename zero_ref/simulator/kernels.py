@@ -19,8 +19,7 @@ from zero_ref.simulator.activations import ATTENTION, matrices as matrices_of
 from zero_ref.simulator.architectures import Transformer, outputs_of, trained
 from zero_ref.simulator.autocast import cast_weights, reads_of_norms
 from zero_ref.simulator.device import Device
-from zero_ref.simulator.expert_parallel import on_a_rank
-from zero_ref.simulator.layers import ALONE, Layer, Matrix, Sharing
+from zero_ref.simulator.layers import Layer, Matrix
 from zero_ref.simulator.lora import Lora, with_adapters
 
 
@@ -237,9 +236,7 @@ COMPILED = Costs(
 """As a compiler fuses them: neighbours read once and write once."""
 
 
-def touched_by_token(
-    architecture: Transformer, costs: Costs, sharing: Sharing = ALONE, *, autocast: bool = False
-) -> Touched:
+def touched_by_token(architecture: Transformer, costs: Costs, *, autocast: bool = False) -> Touched:
     """Bytes that a block's kernels read and write for each token, beside products and attention.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
@@ -249,19 +246,15 @@ def touched_by_token(
     Args:
         autocast: the stream is in 32 bits, and cast where a product reads it.
     """
-    layers = [(layer.number, _touched_in(layer, costs, sharing, autocast)) for layer in architecture.layers]
+    layers = [(layer.number, _touched_in(layer, costs, autocast)) for layer in architecture.layers]
     depth = architecture.depth
     forward, backward = (sum(count * of_block[way] for count, of_block in layers) / depth for way in (0, 1))
     return Touched(forward, backward)
 
 
-def _touched_in(layer: Layer, costs: Costs, sharing: Sharing, autocast: bool) -> Touched:
-    """The same of one kind of block, on the busiest of the ranks that share experts.
-
-    Where rows travel, they are sorted by rank before they leave, and by expert when they have arrived.
-    """
-    moved = layer.moved * (1 + (sharing.load if sharing.ranks > 1 else 0))
-    hidden = layer.hidden + layer.routed * (sharing.load - 1)
+def _touched_in(layer: Layer, costs: Costs, autocast: bool) -> Touched:
+    """The same of one kind of block."""
+    moved, hidden = layer.moved, layer.hidden
     kind, width, of_stream = layer.kind, layer.width, 2 if autocast else 1
     norm = costs.layer_norm if layer.layer_norms else costs.rms_norm
     if norm is not EAGER.rms_norm:  # which is in 32 bits in any case
@@ -336,7 +329,6 @@ def kernels(
     autocast: bool = False,
     fp8: bool = False,
     lora: Lora | None = None,
-    sharing: Sharing = ALONE,
 ) -> Kernels:
     """The kernels of forward and backward on `batch` sequences.
 
@@ -359,19 +351,17 @@ def kernels(
         autocast: parameters and stream are in 32 bits, and cast for each product; gradients are cast back.
         fp8: products of blocks are of FP8, to which each casts both of its operands. The head is not.
         lora: only adapters are trained: no gradients of other weights are made.
-        sharing: of experts among ranks, of which these are the kernels of the busiest. It has fewer experts,
-            each with the rows of more tokens.
     Raises:
         ValueError: `checkpointing` or `attention` is unknown.
     """
     check_name("attention", attention, ATTENTION)
     again, costs = recomputed(checkpointing), COMPILED if compiled else EAGER
     tokens, depth, outputs = batch * sequence, architecture.depth, outputs_of(architecture)
-    of_block = touched_by_token(architecture, costs, sharing, autocast=autocast)
+    of_block = touched_by_token(architecture, costs, autocast=autocast)
     scale = itemsize / 2
 
     def products(of: Callable[[Layer], Iterable[Matrix]]) -> Pass:
-        made = _products(architecture, tokens, of, sharing)
+        made = _products(architecture, tokens, of)
         return Pass(tuple(one._replace(fp8=fp8) for one in made), 0.0, 0.0, itemsize)
 
     matrices = products(lambda layer: layer.products)
@@ -397,7 +387,7 @@ def kernels(
     back = back.touching(scale * tokens * depth * of_block.backward + casts)
     back = back.plus(computed_again)
     if fp8:
-        forward, backward = _casts_to_fp8(architecture, tokens, sharing, compiled)
+        forward, backward = _casts_to_fp8(architecture, tokens, compiled)
         others = others.touching(forward)
         back = back.touching(backward + forward * again.products * again.blocks)
 
@@ -410,7 +400,7 @@ def kernels(
     of_head = product._replace(times=gradients * product.times)
     back = back.plus(Pass((of_head,), 0.0, of_loss + casts, itemsize))
     shapes = trained(architecture) if lora is None else with_adapters(trained(architecture), lora)
-    numel = sum(param.numel for param in on_a_rank(shapes, sharing.ranks))
+    numel = sum(param.numel for param in shapes)
     return Kernels(others.plus(attended).plus(head), back, numel)
 
 
@@ -439,9 +429,7 @@ def _adapters(architecture: Transformer, tokens: int, lora: Lora, costs: Costs, 
     return _Adapters(made, made.times(2, touched=0).touching(backward))
 
 
-def _casts_to_fp8(
-    architecture: Transformer, tokens: int, sharing: Sharing, compiled: bool
-) -> tuple[float, float]:
+def _casts_to_fp8(architecture: Transformer, tokens: int, compiled: bool) -> tuple[float, float]:
     """Bytes that casts to FP8 read and write in forward and in backward of all blocks.
 
     Each of the three products of a weight casts its two operands: input and weight; gradient and weight;
@@ -454,34 +442,27 @@ def _casts_to_fp8(
     of_operand, forward, backward = 3 if compiled else 5, 0, 0
     for layer in architecture.layers:
         for one in layer.products:
-            rows, copies = _rows_and_copies(one, tokens, sharing)
-            weight = one.inputs * one.outputs
-            forward += layer.number * copies * (rows * one.inputs + weight)
-            backward += layer.number * copies * (rows * (one.inputs + 2 * one.outputs) + weight)
+            rows, weight = _rows(one, tokens), one.inputs * one.outputs
+            forward += layer.number * one.copies * (rows * one.inputs + weight)
+            backward += layer.number * one.copies * (rows * (one.inputs + 2 * one.outputs) + weight)
     return of_operand * forward, of_operand * backward
 
 
 def _products(
-    architecture: Transformer, tokens: int, of: Callable[[Layer], Iterable[Matrix]], sharing: Sharing
+    architecture: Transformer, tokens: int, of: Callable[[Layer], Iterable[Matrix]]
 ) -> tuple[Product, ...]:
     """The products of some weights of all blocks."""
     times = Counter[tuple[int, int, int]]()
     for layer in architecture.layers:
         for one in of(layer):
             short, long = sorted((one.inputs, one.outputs))
-            rows, copies = _rows_and_copies(one, tokens, sharing)
-            times[rows, short, long] += copies * layer.number
+            times[_rows(one, tokens), short, long] += one.copies * layer.number
     return tuple(Product(*lengths, count) for lengths, count in times.items())
 
 
-def _rows_and_copies(one: Matrix, tokens: int, sharing: Sharing) -> tuple[int, int]:
-    """The rows that a weight is multiplied with, and how many such weights a rank has.
-
-    An expert has its share of the tokens. Of experts that ranks share, a rank has its own, each with rows of
-    the tokens of all of these ranks.
-    """
-    ranks, load = sharing if one.copies > 1 else ALONE
-    return max(1, round(one.share * tokens * ranks * load)), one.copies // ranks
+def _rows(one: Matrix, tokens: int) -> int:
+    """The rows that a weight is multiplied with: an expert has its share of the tokens."""
+    return max(1, round(one.share * tokens))
 
 
 def recomputed(checkpointing: str) -> Recomputed:

@@ -85,22 +85,6 @@ class Matrix(NamedTuple):
     share: float = 1.0
 
 
-class Sharing(NamedTuple):
-    """How ranks share the experts of a block, as far as what each computes and keeps depends on it.
-
-    Args:
-        ranks: so many share them, whole experts each.
-        load: rows that the experts of the busiest rank get, over the average.
-    """
-
-    ranks: int = 1
-    load: float = 1.0
-
-
-ALONE = Sharing()
-"""Each rank has all experts."""
-
-
 class Layer(NamedTuple):
     """One kind of block, of which a model has `number`.
 
@@ -116,7 +100,6 @@ class Layer(NamedTuple):
         rotated: elements that are rotated.
         mlp: what autograd keeps of the MLP; None for what `kind` has.
         moved: elements that are brought to experts and back.
-        routed: of `hidden`, those of experts that not all tokens go to.
         products: the weights of all matrix products, in the order of registration.
         last: those whose results nothing in backward reads.
         biased: elements of linear layers' results that have a bias.
@@ -139,7 +122,6 @@ class Layer(NamedTuple):
     rotated: int = 0
     mlp: tuple[Kept, ...] | None = None
     moved: int = 0
-    routed: int = 0
     products: tuple[Matrix, ...] = ()
     last: tuple[Matrix, ...] = ()
     biased: int = 0

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
-from typing import Protocol
 
 from zero_ref.plan.layout import ITEMSIZE
-from zero_ref.plan.partition import ParamSpec, check_world_size
+from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
 from zero_ref.simulator._checks import check_name
 
 
@@ -253,22 +252,7 @@ def state_rule(optimizer: str | StateRule) -> StateRule:
     return STATE_RULES[optimizer]
 
 
-class Owners(Protocol):
-    """What says how much each rank owns: a `Partition`, or several of them as one (`groups.SplitOwners`)."""
-
-    @property
-    def world_size(self) -> int:
-        """Ranks; or after how many of them amounts are the same again."""
-
-    @property
-    def numels(self) -> tuple[int, ...]:
-        """Elements of each parameter."""
-
-    def totals(self, of_element: Sequence[int], of_slice: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Sum an amount over what each rank owns: so much an element, and so much a slice."""
-
-
-def check_fits(partition: Owners, params: Sequence[ParamSpec]) -> None:
+def check_fits(partition: Partition, params: Sequence[ParamSpec]) -> None:
     """Raise a ValueError if the partition was made for other parameters."""
     if tuple(param.numel for param in params) != partition.numels:
         raise ValueError(
@@ -278,7 +262,7 @@ def check_fits(partition: Owners, params: Sequence[ParamSpec]) -> None:
 
 
 def state_bytes_of_rank(
-    partition: Owners, params: Sequence[ParamSpec], optimizer: str | StateRule = "AdamW"
+    partition: Partition, params: Sequence[ParamSpec], optimizer: str | StateRule = "AdamW"
 ) -> tuple[int, ...]:
     """Bytes of optimizer state on each rank, after its first step.
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
+from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
-from zero_ref.simulator.groups import SplitOwners, split
 from zero_ref.simulator.ledger import (
     UNITS,
     Convention,
@@ -243,7 +243,7 @@ def average_memory(params: Sequence[ParamSpec], world_size: int, settings: Memor
 
 
 def memory_of_ranks(
-    partition: Partition | SplitOwners,
+    partition: Partition,
     params: Sequence[ParamSpec],
     settings: MemorySettings,
     *,
@@ -427,13 +427,11 @@ def _reducing_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> in
     return max(of_unit)
 
 
-def _padding_bytes(
-    partition: Partition | SplitOwners, params: Sequence[ParamSpec], settings: MemorySettings
-) -> int:
+def _padding_bytes(partition: Partition, params: Sequence[ParamSpec], settings: MemorySettings) -> int:
     if not settings.flat:
         return 0
     convention = settings.convention
     return sum(
         flat.padding * (flat.itemsize if convention is None else convention_named(convention).params)
-        for flat in split(partition, partition.world_size).flats(params)
+        for flat in lay_out(partition, params).flats
     )

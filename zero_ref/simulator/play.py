@@ -8,8 +8,6 @@ asked for, with a seed.
 Calls in groups of ranks are played as one call too: all groups begin when the last of them can. In reality a
 group without a slow rank would run ahead, and wait at the average instead. The average ends at the same time
 if the calls of all groups take equally long.
-
-All-to-alls of rows for experts do not wait for the calls before them: `network` says what they share.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from typing import Any, NamedTuple
 
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.held import held_over_time
-from zero_ref.simulator.network import BESIDE, NetworkLane
 from zero_ref.simulator.operations import COMPUTE, NETWORK, Operation
 from zero_ref.simulator.price import Price, Workload, price
 from zero_ref.simulator.schedule import Schedule
@@ -186,25 +183,20 @@ class Played:
                 (self.end_ms[before], before, self.last_rank[before])
                 for before in self.schedule.operations[place].after
             ]
-            for earlier in previous[place]:
+            earlier = previous[place]
+            if earlier is not None:
                 same = self.last_rank[earlier] if rank is None or self.last_rank[earlier] is None else rank
                 ends.append((on(same)[earlier][1], earlier, same))
             _, place, rank = max(ends, key=lambda one: one[:2], default=(0.0, None, None))
         return tuple(reversed([wait for wait in path if wait.stop_ms > wait.start_ms]))
 
-    def _previous_in_lane(self) -> list[tuple[int, ...]]:
-        """For each operation the one before it in its lane. Where nothing overlaps, all is one lane.
-
-        A call on the network also waits for the last of those that share it, and these wait for none.
-        """
+    def _previous_in_lane(self) -> list[int | None]:
+        """For each operation the one before it in its lane. Where nothing overlaps, all is one lane."""
         latest: dict[str, int] = {}
-        previous: list[tuple[int, ...]] = []
+        previous: list[int | None] = []
         for place, one in enumerate(self.schedule.operations):
             lane = one.lane if self.overlaps else COMPUTE
-            waits_for = [lane, BESIDE] if lane == NETWORK else [lane]
-            if lane == NETWORK and one.op == BESIDE:
-                lane, waits_for = BESIDE, []
-            previous.append(tuple(latest[name] for name in waits_for if name in latest))
+            previous.append(latest.get(lane))
             latest[lane] = place
         return previous
 
@@ -287,20 +279,20 @@ def _play(
     free_ms: dict[str, list[float]] = {}  # of each computing lane, on each of these ranks
     begin_ms: list[float] = []
     end_ms: list[float] = []
-    network = NetworkLane(begin_ms, end_ms)
+    network_free_ms = 0.0
     last_rank: list[int | None] = []
     for one, nbytes_of_calls in schedule.stretches:
         place = len(end_ms)
         waits = max((end_ms[before] for before in one.after), default=0.0)
         if one.lane == NETWORK:
             took_ms = [cost.ms for cost in prices[place : place + len(nbytes_of_calls)]]
-            if one.op == BESIDE and cluster.overlaps:
-                network.beside(waits, sum(took_ms))
-            else:
-                computed_ms = 0.0 if cluster.overlaps else max(free_ms.get(COMPUTE, [0.0]))
-                network.one_after_another(max(waits, computed_ms), took_ms)
+            computed_ms = 0.0 if cluster.overlaps else max(free_ms.get(COMPUTE, [0.0]))
+            starts_ms = max(network_free_ms, waits, computed_ms)
+            *begins, network_free_ms = accumulate(took_ms, initial=starts_ms)
+            begin_ms += begins
+            end_ms += [*begins[1:], network_free_ms]
             if not cluster.overlaps:
-                free_ms[COMPUTE] = [network.free_ms] * len(ranks)
+                free_ms[COMPUTE] = [network_free_ms] * len(ranks)
             last_rank += [None] * len(took_ms)
             continue
         cost, lane = prices[place], one.lane if cluster.overlaps else COMPUTE

@@ -14,7 +14,6 @@ from zero_ref.simulator.device import Device
 from zero_ref.simulator.kernels import Kernels, Pass
 from zero_ref.simulator.operations import NETWORK, Operation
 from zero_ref.simulator.schedule import Schedule
-from zero_ref.simulator.traffic import PAIRWISE
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def price(
             prices += known[len(prices) : len(prices) + len(nbytes_of_calls)]
         elif one.lane == NETWORK:
             owned = Counter[int]()
-            for owner, nbytes in one.shares or () if one.op in PAIRWISE else ():
+            for owner, nbytes in one.shares or () if one.op == "exchange" else ():
                 owned[owner] += nbytes
             ms_of = partial(
                 cluster.ms, one.op, world_size=schedule.world_size, ranks=one.ranks, stride=one.stride

@@ -9,10 +9,7 @@ from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.activations import Activations, activations
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.decoders import Decoder
-from zero_ref.simulator.dispatch import SharedExperts
-from zero_ref.simulator.expert_parallel import experts_of, on_a_rank
-from zero_ref.simulator.kernels import Kernels, kernels, recomputed
-from zero_ref.simulator.layers import Sharing, is_of_experts
+from zero_ref.simulator.kernels import Kernels, kernels
 from zero_ref.simulator.ledger import StateRule, state_rule
 from zero_ref.simulator.lora import Lora, is_adapter, with_adapters
 from zero_ref.simulator.models import GPT2, Llama, ParamShape, matrices_whole, specs, trained
@@ -64,46 +61,21 @@ class RankWork(Training):
 
     @cached_property
     def params(self) -> list[ParamSpec]:
-        """The parameters that one rank has: of experts that ranks share, its own."""
-        params = specs(on_a_rank(self.shapes, self.expert_parallel), self.dtype)
+        """The model's parameters."""
+        params = specs(self.shapes, self.dtype)
         if self.lora is not None:
             return [param._replace(trainable=is_adapter(param.name)) for param in params]
         return params if state_rule(self.optimizer).of_whole is None else matrices_whole(params)
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the model, with all experts."""
+        """Elements of the model."""
         return sum(shape.numel for shape in self.shapes)
 
     @cached_property
-    def numel_of_rank(self) -> int:
-        """Elements of the parameters that one rank has."""
-        return sum(param.numel for param in self.params)
-
-    @property
-    def sharing(self) -> Sharing:
-        """How ranks share experts, as far as what each of them computes depends on it."""
-        return Sharing(self.expert_parallel, self.expert_load)
-
-    @cached_property
     def trained_numel(self) -> int:
-        """The same of those that are trained."""
+        """Elements of the parameters that are trained."""
         return sum(param.numel for param in self.params if param.trainable)
-
-    @cached_property
-    def experts(self) -> SharedExperts | None:
-        """The experts that ranks share; None if each rank has all of them."""
-        if self.expert_parallel == 1 or (model := self.transformer) is None:
-            return None
-        again = recomputed(self.checkpointing)
-        rows = max(layer.moved // 2 for layer in model.layers)  # there, and back
-        return SharedExperts(
-            self.expert_parallel,
-            self.tokens_of_pass * rows * DTYPES[self.computed_in],
-            experts_of(self.shapes),
-            self.expert_load,
-            again.blocks if again.products == 1 else 0.0,  # by operation, what has arrived is kept
-        )
 
     @property
     def active(self) -> int:
@@ -112,15 +84,6 @@ class RankWork(Training):
         if not isinstance(model, Decoder):
             return self.numel
         return model.active + (0 if self.lora is None else self.trained_numel)
-
-    @property
-    def computed_on(self) -> float:
-        """Parameters that the busiest rank computes with, for each of its own tokens.
-
-        A token goes through `active`. The rank's experts get `expert_load` times the average of the rows.
-        """
-        of_experts = sum(shape.numel for shape in self.shapes if is_of_experts(shape.name))
-        return self.active + (self.active - self.numel + of_experts) * (self.expert_load - 1)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -147,7 +110,6 @@ class RankWork(Training):
             loss_itemsize=DTYPES[self.loss_dtype],
             norms=self.norms,
             repeated_kv=self.repeated_kv,
-            sharing=self.sharing,
             silu_by_hand=self.silu_by_hand,
         )
 
@@ -197,7 +159,6 @@ class RankWork(Training):
             autocast=self.autocast is not None,
             fp8=self.fp8,
             lora=self.adapters,
-            sharing=self.sharing,
         )
 
     @property
@@ -209,7 +170,7 @@ class RankWork(Training):
             step_bytes=self.step_bytes(DTYPES[self.gradient_dtype or self.dtype]),
             attention_share=self.attention_share,
             kernels=self.kernels,
-            active_share=self.computed_on / self.numel_of_rank,
+            active_share=self.active / self.numel,
         )
 
     def step_bytes(self, gradient_itemsize: int) -> int:

@@ -13,9 +13,8 @@ from typing import Any
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.plan.choice import plan_partition
+from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.partition import Partition
-from zero_ref.simulator.expert_parallel import parts_of
-from zero_ref.simulator.groups import Part, SplitOwners, owners_of, split
 from zero_ref.simulator.ledger import Convention, nbytes_of
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
 from zero_ref.simulator.models import blocks
@@ -25,7 +24,7 @@ from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.rank_work import RankWork
 from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
-from zero_ref.simulator.schedule import Schedule, ddp_buckets_of_parts, schedule
+from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
 from zero_ref.simulator.spread import fits
 from zero_ref.simulator.timeline import Timeline
@@ -54,14 +53,10 @@ class Scenario(RankWork):
             parameters' dtype and no copies.
         update: one of `updates.UPDATES`. torch.optim on a GPU is "foreach" unless it is given fused=True.
         bucket_view: DDP's `gradient_as_bucket_view`. False, its default, keeps all gradients twice.
-        expert_parallel: as `expert_parallel` says. Under local-sgd, and with another way than "plain", ranks
-            share no experts.
-        expert_load: of the rank that gets most rows. It computes longest in each block, and all wait for it,
-            so its times and its memory are those of every rank here.
     Raises:
         ValueError: the batch, the sequence, the accumulation or `world_size` is below 1, a name is unknown,
-            the optimizer is offloaded and not elementwise, or as `check_experts`. Methods raise as
-            `schedule`, `AveragingSchedule`, `MemorySettings` and `play`.
+            or the optimizer is offloaded and not elementwise. Methods raise as `schedule`,
+            `AveragingSchedule`, `MemorySettings` and `play`.
     """
 
     def like(self, **changes: Any) -> Scenario:
@@ -70,36 +65,28 @@ class Scenario(RankWork):
         Parameters, owners and buckets are not planned again.
         """
         changed = replace(self, **changes)
-        planned = ("shapes", "params", "numel", "numel_of_rank", "trained_numel", "buckets", "_partitions")
+        planned = ("shapes", "params", "numel", "trained_numel", "buckets", "_partitions")
         vars(changed).update({name: getattr(self, name) for name in planned})
         return changed
 
     @cached_property
-    def _partitions(self) -> dict[str, Partition | SplitOwners]:
+    def _partitions(self) -> dict[str, Partition]:
         return {}
 
-    def partition(self, strategy: str) -> Partition | SplitOwners | None:
+    def partition(self, strategy: str) -> Partition | None:
         """Who owns what under a strategy; None if it has no owners. Made once for schedule and memory."""
         rule = recipe(strategy).partition
         if rule is None:
             return None
         if str(rule) not in self._partitions:  # strategies share a rule
             ranks = self.recipe(strategy).group_of(self.world_size)
-            self._partitions[str(rule)] = (
-                plan_partition(rule, self.params, ranks)
-                if self.experts is None
-                else owners_of(rule, self.params, self._parts(ranks))
-            )
+            self._partitions[str(rule)] = plan_partition(rule, self.params, ranks)
         return self._partitions[str(rule)]
-
-    def _parts(self, group: int) -> tuple[Part, ...]:
-        """The parameters, by the ranks that share them."""
-        return parts_of(self.params, self.world_size, group, self.experts)
 
     @cached_property
     def buckets(self) -> list[list[int]]:
         """DDP's gradient buckets."""
-        return ddp_buckets_of_parts(self.params, self._parts(self.world_size), self.bucket_bytes)
+        return ddp_buckets(self.params, cap_bytes=self.bucket_bytes)
 
     def workload_of(self, strategy: str) -> Workload:
         """The workload, with what a strategy moves through memory for the network.
@@ -115,8 +102,8 @@ class Scenario(RankWork):
         if self.lora is not None and workload.kernels is not None:
             # Without stage 3, the operations of backward are of parameters that have gradients.
             of_all = usual.stage == 3
-            share = self.trained_numel / self.numel_of_rank if of_all else 1.0
-            backward_numel = self.numel_of_rank if of_all else self.trained_numel
+            share = self.trained_numel / self.numel if of_all else 1.0
+            backward_numel = self.numel if of_all else self.trained_numel
             workload = replace(workload, kernels=replace(workload.kernels, backward_numel=backward_numel))
         if self.recipe(strategy).offload:  # a gradient goes to the CPU and a parameter comes back
             workload = replace(workload, offload_bytes=(of_gradient, itemsize))
@@ -144,7 +131,7 @@ class Scenario(RankWork):
     def schedule(self, strategy: str) -> Schedule:
         """The strategy's iteration."""
         owners = self.partition(strategy)
-        planned = {"partition": owners} if isinstance(owners, Partition) else {}
+        planned = {} if owners is None else {"partition": owners}
         return schedule(
             self.recipe(strategy, **planned),
             self.params,
@@ -153,8 +140,6 @@ class Scenario(RankWork):
             side_stream=self.cluster.backend == "nccl",
             blocks=blocks(self.params),
             activation_bytes=self.activations.blocks,
-            experts=self.experts,
-            owners=owners if isinstance(owners, SplitOwners) else None,
         )
 
     def recipe(self, strategy: str, **changes: Any) -> Recipe:
@@ -180,8 +165,7 @@ class Scenario(RankWork):
         partition = self.partition(strategy)
         buckets: Iterable[Iterable[int]] = self.buckets
         if usual.without_ddp and partition is not None:
-            plans = split(partition, self.world_size).gradient_plans(self.params)
-            buckets = [plan.starts for plan, _ in plans]
+            buckets = [plan.starts for plan in gradient_plans(partition, self.params)]
         bucket_bytes = [sum(nbytes_of(self.params[number]) for number in bucket) for bucket in buckets]
         itemsize, of_gradient = DTYPES[self.dtype], self.gradient_itemsize(strategy)
         if usual.without_ddp:  # two of gradients
@@ -430,7 +414,7 @@ class SimulatedRun:
         device, workload = self.scenario.machine.device, self.scenario.workload_of(self.strategy)
         if workload.kernels is None or device.memory_reached is None:
             return {}
-        numel = self.scenario.numel_of_rank
+        numel = self.scenario.numel
         forward, backward = workload.moved_bytes
         moved = forward * numel + backward * (workload.kernels.backward_numel or numel)
         return {**workload.kernels.parts_ms(device), "moved": device.touch_ms(moved)}

@@ -15,20 +15,18 @@ from typing import NamedTuple
 from zero_ref.plan.calls import Call
 from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.gradients import gradient_plans
-from zero_ref.plan.layout import BucketLayout
+from zero_ref.plan.layout import BucketLayout, lay_out
 from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
-from zero_ref.simulator.cuts import CutPart, on_each_rank
+from zero_ref.simulator.cuts import CutParams
 from zero_ref.simulator.data_parallel import broadcasts_of, data_parallel, messages_of, owned_bytes
-from zero_ref.simulator.dispatch import SharedExperts, members_by_bucket, with_dispatch
-from zero_ref.simulator.expert_parallel import check_combined, data_parallel_with_experts, parts_of
-from zero_ref.simulator.groups import Part, SplitOwners, owners_of, split
+from zero_ref.simulator.groups import Groups
 from zero_ref.simulator.ledger import itemsize_of, nbytes_of, state_bytes_of_rank, state_rule
 from zero_ref.simulator.local_sgd import local_sgd
 from zero_ref.simulator.operations import NETWORK, Operation
 from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
 from zero_ref.simulator.sharded import sharded_data_parallel
-from zero_ref.simulator.stage_3 import Unit, stage_3
-from zero_ref.simulator.traffic import PAIRWISE, traffic
+from zero_ref.simulator.stage_3 import stage_3
+from zero_ref.simulator.traffic import traffic
 
 MIB = 2**20
 
@@ -73,7 +71,8 @@ class Schedule:
         found: list[Stretch] = []
         open_kind: tuple[object, ...] | None = None  # of the last stretch, if another call may join it
         for one in self.operations:
-            kind = (one.op, one.after, one.ranks, one.stride) if one.op and one.op not in PAIRWISE else None
+            joins = one.op not in ("", "exchange")
+            kind = (one.op, one.after, one.ranks, one.stride) if joins else None
             if kind is None or kind != open_kind:
                 found.append(Stretch(one, []))
             found[-1].nbytes_of_calls.append(one.nbytes)
@@ -180,8 +179,6 @@ def schedule(
     activation_bytes: int = 0,
     steps: range | None = None,
     side_stream: bool = False,
-    experts: SharedExperts | None = None,
-    owners: SplitOwners | None = None,
 ) -> Schedule:
     """Predict one steady-state iteration of a model under DDP and a strategy; of local SGD its steps.
 
@@ -209,9 +206,6 @@ def schedule(
         activation_bytes: that forward leaves for backward on each rank; only `play` looks at them.
         steps: of local SGD, which ones, from 0; None for a cycle of the averaging after its warm-up.
         side_stream: an interleaved update is made beside backward, as on a GPU.
-        experts: that several ranks share, of which `params` are those of one rank; None if each rank has all.
-            Then no gradient bucket may have experts beside other parameters.
-        owners: with such experts, who owns what; None to plan it by the recipe's partition.
     Raises:
         ValueError: there is no such strategy; its partition or averaging does not fit; steps are asked of one
             that has none. Facts of the model that a strategy has no use for are ignored.
@@ -227,12 +221,10 @@ def schedule(
     averaging = how.averaging
     if averaging is None and steps is not None:
         raise ValueError(f"steps= is for {LOCAL_SGD!r}; strategy {how.name!r} meets in every step.")
-    if experts is not None:
-        check_combined(how)
     if how.stage == 3:
-        return _stage_3(params, world_size, how, blocks, activation_bytes, experts)
+        return _stage_3(params, world_size, how, blocks, activation_bytes)
     reduced_itemsize = None if how.reduce_dtype is None else itemsize_of(how.reduce_dtype)
-    buckets = _default_buckets(params, world_size, experts) if ddp_buckets is None else ddp_buckets
+    buckets = _default_buckets(params) if ddp_buckets is None else ddp_buckets
     muon = state_rule(how.optimizer).of_whole is not None
     parameter_bytes = sum(nbytes_of(param) for param in params)
     gradient_bytes = (sum(nbytes_of(param) for param in params if param.trainable),) * world_size
@@ -240,17 +232,10 @@ def schedule(
     # A rank that shares nothing is a group of its own, and owns everything.
     shares = how.partition is not None
     group = how.group_of(world_size) if shares else 1
-    owned: Partition | SplitOwners
-    if experts is not None and how.partition is not None:
-        parts = parts_of(params, world_size, group, experts)
-        owned = owners or owners_of(how.partition, params, parts)
-    else:
-        owned = plan_partition("sorted_greedy" if how.partition is None else how.partition, params, group)
+    owned = plan_partition("sorted_greedy" if how.partition is None else how.partition, params, group)
     replicas = world_size // owned.world_size
     if how.flat:
-        parameter_bytes += sum(
-            flat.padding * flat.itemsize for flat in split(owned, world_size).flats(params)
-        )
+        parameter_bytes += sum(flat.padding * flat.itemsize for flat in lay_out(owned, params).flats)
     if averaging is not None:
         steps = averaging.steady if steps is None else steps
         operations = local_sgd(
@@ -276,20 +261,7 @@ def schedule(
             no_sync=how.no_sync,
             reduced_itemsize=reduced_itemsize,
         )
-    elif experts is not None:
-        operations = data_parallel_with_experts(
-            params,
-            parts_of(params, world_size, world_size, experts),
-            owned if isinstance(owned, SplitOwners) else None,
-            buckets,
-            flat=how.flat,
-            activation_bytes=activation_bytes,
-            muon=muon,
-            accumulation=how.accumulation,
-            reduced_itemsize=reduced_itemsize,
-        )
     else:
-        assert isinstance(owned, Partition)
         operations = data_parallel(
             params,
             world_size,
@@ -305,14 +277,6 @@ def schedule(
             accumulation=how.accumulation,
             reduced_itemsize=reduced_itemsize,
         )
-    if experts is not None:
-        in_backward = buckets
-        if how.without_ddp:
-            in_backward = [
-                list(plan.starts)[::-1] for plan, _ in split(owned, world_size).gradient_plans(params)
-            ]
-        members = members_by_bucket(params, in_backward)
-        operations = with_dispatch(operations, params, experts, members, world_size)
     return Schedule(
         operations,
         world_size,
@@ -324,17 +288,10 @@ def schedule(
     )
 
 
-def _left_to_owners(
-    owned: Partition | SplitOwners, params: Sequence[ParamSpec], how: Recipe
-) -> tuple[int, ...]:
+def _left_to_owners(owned: Partition, params: Sequence[ParamSpec], how: Recipe) -> tuple[int, ...]:
     """What `reduce_to_owners` leaves on each rank, see there."""
-    if how.without_ddp and isinstance(owned, Partition):
+    if how.without_ddp:
         return _left_without_ddp(owned, params)
-    if isinstance(owned, SplitOwners):  # each part as if it were a model of its own
-        pairs = zip(owned.parts, owned.partitions)
-        left = [_left_without_ddp(partition, part.of(params)) for part, partition in pairs]
-        period = owned.world_size
-        return on_each_rank([(p.groups._replace(world_size=period), of) for p, of in zip(owned.parts, left)])
     if how.way != "plain":
         return (0,) * owned.world_size
     nbytes = [nbytes_of(param) if param.trainable else 0 for param in params]
@@ -375,7 +332,6 @@ def _stage_3(
     how: Recipe,
     blocks: Sequence[Sequence[int]] | None,
     activation_bytes: int,
-    experts: SharedExperts | None,
 ) -> Schedule:
     """Each parameter cut along its first dimension into as many parts as a group has ranks.
 
@@ -385,68 +341,30 @@ def _stage_3(
     if sorted(number for block in blocks for number in block) != list(range(len(params))):
         raise ValueError(f"blocks must list each of the {len(params)} parameters once.")
     reduced = None if how.reduce_dtype is None else itemsize_of(how.reduce_dtype)
-    parts = parts_of(params, world_size, how.group_of(world_size), experts)
-    cut = [CutPart(params, part, is_split=experts is not None) for part in parts]
-    units: list[Unit] = []
-    members: list[list[int]] = []
-    for place, block in enumerate(blocks):
-        of_block = [(one, [number for number in block if number in one.cuts]) for one in cut]
-        found = [(one.unit(numbers, not place, reduced), numbers) for one, numbers in of_block if numbers]
-        units += [unit._replace(in_block=count > 0) for count, (unit, _) in enumerate(found)]
-        members += [numbers for _, numbers in found]
-    held = [one.held(state_rule(how.optimizer)) for one in cut]
+    groups = Groups(world_size, how.group_of(world_size))
+    cut = CutParams(params, groups.ranks)
+    shards, state = cut.held(state_rule(how.optimizer))
     operations = stage_3(
-        units,
+        [cut.unit(block, not place, reduced) for place, block in enumerate(blocks) if block],
         world_size,
-        on_each_rank([(part.groups, shards) for part, (shards, _) in zip(parts, held)]),
+        shards * groups.replicas,
+        group=groups.ranks,
         prefetch=how.prefetch,
         activation_bytes=activation_bytes,
         accumulation=how.accumulation,
         no_sync=how.no_sync and how.accumulation > 1,
     )
-    if experts is not None:
-        operations = with_dispatch(
-            operations, params, experts, lambda _, part: members[part or 0], world_size
-        )
     return Schedule(
         operations,
         world_size,
-        (sum(one.parameter_bytes for one in cut),) * world_size,
-        (sum(one.gradient_bytes for one in cut),) * world_size,
-        on_each_rank([(part.groups, state) for part, (_, state) in zip(parts, held)]),
+        (cut.parameter_bytes,) * world_size,
+        (cut.gradient_bytes,) * world_size,
+        tuple(state) * groups.replicas,
     )
 
 
-def _default_buckets(
-    params: Sequence[ParamSpec], world_size: int, experts: SharedExperts | None
-) -> list[list[int]]:
-    if experts is not None:
-        return ddp_buckets_of_parts(params, parts_of(params, world_size, world_size, experts))
+def _default_buckets(params: Sequence[ParamSpec]) -> list[list[int]]:
     return ddp_buckets(params)  # by another name, since an argument of `schedule` has this one
-
-
-def ddp_buckets_of_parts(
-    params: Sequence[ParamSpec], parts: Sequence[Part], cap_bytes: int | None = None
-) -> list[list[int]]:
-    """DDP's gradient buckets where not all ranks share all parameters, as if each part had a DDP of its own.
-
-    >>> names = ("0.attn", "0.experts.up", "1.attn", "1.experts.up")
-    >>> params = [ParamSpec(500_000, name=name) for name in names]
-    >>> ddp_buckets_of_parts(params, parts_of(params, 4, 4, SharedExperts(2, 1000, 4)))
-    [[3], [2], [1], [0]]
-
-    Args:
-        parts: the parameters, by the ranks that share them.
-        cap_bytes: as in `ddp_buckets`.
-    Returns:
-        The parameters of each bucket, in the order in which backward completes the buckets.
-    """
-    found = [
-        [part.numbers[place] for place in bucket]
-        for part in parts
-        for bucket in ddp_buckets(part.of(params), cap_bytes=cap_bytes)
-    ]
-    return sorted(found, key=lambda bucket: -min(bucket))
 
 
 def calls_of_rank(

@@ -14,7 +14,6 @@ from functools import cached_property
 
 from zero_ref.simulator import spread
 from zero_ref.simulator.activations import kinds_apart
-from zero_ref.simulator.dispatch import SharedExperts
 from zero_ref.simulator.memory import Memory
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.recipe import recipe
@@ -191,7 +190,7 @@ def groups(scenario: Scenario, strategy: str) -> tuple[int | None, ...]:
     ((None, 8), (None,))
     """
     of_node, ranks = scenario.cluster.ranks_per_node, scenario.world_size
-    fits = 1 < of_node < ranks and ranks % of_node == of_node % scenario.expert_parallel == 0
+    fits = 1 < of_node < ranks and ranks % of_node == 0
     if recipe(strategy).in_groups and fits:
         return None, of_node
     return (None,)
@@ -222,8 +221,8 @@ def _divisors(number: int) -> Iterator[int]:
         low += 1
 
 
-_Kind = tuple[int, bool, SharedExperts | None]
-"""What a schedule depends on, of what a search varies: accumulation, `no_sync`, and rows on their way."""
+_Kind = tuple[int, bool]
+"""What a schedule depends on, of what a search varies: accumulation and `no_sync`."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +277,7 @@ class _Planned:
             )
             return more + (accumulation - STEADY) * (more - fewer)
         workload = scenario.workload_of(self.strategy)
-        kind = accumulation, scenario.no_sync, scenario.experts
+        kind = accumulation, scenario.no_sync
         if kind in self.played:  # the calls keep their prices
             return self.played[kind].on(scenario.machine, workload).iteration_ms
         self.played[kind] = play(self.schedule(scenario), scenario.machine, workload)
@@ -287,7 +286,7 @@ class _Planned:
     def schedule(self, scenario: Scenario) -> Schedule:
         """The schedule of as many batches, STEADY at most: more of them hold no more at a time."""
         count = min(scenario.accumulation, STEADY)
-        kind = count, scenario.no_sync, scenario.experts
+        kind = count, scenario.no_sync
         if kind not in self.schedules:
             self.schedules[kind] = scenario.like(accumulation=count).schedule(self.strategy)
         return self.schedules[kind]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zero_ref.plan.gradients import GradientPlan
+from zero_ref.plan.gradients import GradientPlan, gradient_plans
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.simulator.data_parallel import most_flops, new_parameters, shares_of
-from zero_ref.simulator.groups import Groups, SplitOwners, split
+from zero_ref.simulator.groups import Groups
 from zero_ref.simulator.ledger import itemsize_of
 from zero_ref.simulator.operations import (
     COMPUTE,
@@ -25,7 +25,7 @@ COUNT_ITEMSIZE = 4
 def sharded_data_parallel(
     params: Sequence[ParamSpec],
     world_size: int,
-    partition: Partition | SplitOwners,
+    partition: Partition,
     *,
     flat: bool = True,
     in_forward: bool = False,
@@ -43,8 +43,7 @@ def sharded_data_parallel(
     many ranks each parameter had a gradient.
 
     Args:
-        partition: who owns what, within a group of as many ranks as it has; or part by part, each of which
-            has its own groups, and makes calls as if it were a model of its own.
+        partition: who owns what, within a group of as many ranks as it has.
         flat, muon: as in `data_parallel`.
         in_forward: what the step before has sent arrives in forward, so it is listed first: the iteration
             begins behind a step.
@@ -55,9 +54,14 @@ def sharded_data_parallel(
     Raises:
         ValueError: `world_size` is no multiple of the partition's.
     """
-    owners = split(partition, world_size)
-    building = _Building(params, owners, activation_bytes, reduced_itemsize)
-    gathers = sending(owners, params, flat)
+    if world_size % partition.world_size:
+        raise ValueError(f"{world_size} ranks cannot be divided into groups of {partition.world_size}.")
+    groups = Groups(world_size, partition.world_size)
+    building = _Building(params, partition, groups, activation_bytes, reduced_itemsize)
+    gathers = [
+        groups.within(Operation("broadcast", NETWORK, op=op, nbytes=nbytes, owner=owner))
+        for op, nbytes, owner in (new_parameters(partition, params, flat) if groups.ranks > 1 else [])
+    ]
     building.passes(gathers if in_forward else [], accumulation, no_sync)
     if in_forward:
         building.step(muon)
@@ -67,31 +71,21 @@ def sharded_data_parallel(
     return tuple(building.operations)
 
 
-def sending(owners: SplitOwners, params: Sequence[ParamSpec], flat: bool) -> list[Operation]:
-    """The calls that send all new parameters, part by part."""
-    listed = []
-    for part, partition in zip(owners.parts, owners.partitions):
-        calls = new_parameters(partition, part.of(params), flat) if part.groups.ranks > 1 else []
-        sent = (
-            Operation("broadcast", NETWORK, op=op, nbytes=nbytes, owner=owner) for op, nbytes, owner in calls
-        )
-        listed += [part.groups.within(one) for one in sent]
-    return listed
-
-
 class _Building:
     """The operations so far."""
 
     def __init__(
         self,
         params: Sequence[ParamSpec],
-        owners: SplitOwners,
+        partition: Partition,
+        groups: Groups,
         activation_bytes: int,
         reduced_itemsize: int | None,
     ) -> None:
-        self.params, self.owners, self.reduced_itemsize = params, owners, reduced_itemsize
-        self.plans = owners.gradient_plans(params)
-        buckets = [list(plan.starts) for plan, _ in self.plans]
+        self.params, self.partition, self.groups = params, partition, groups
+        self.reduced_itemsize = reduced_itemsize
+        self.plans = gradient_plans(partition, params)
+        buckets = [list(plan.starts) for plan in self.plans]
         self.forward, self.backwards = forward_and_backward(params, buckets, activation_bytes)
         self.operations: list[Operation] = []
         self.awaited: list[int] = []  # the calls for which the step waits
@@ -139,9 +133,9 @@ class _Building:
         """
         to_average: list[Operation] = []
         ends: list[int] = []  # the last call of each bucket's reduction
-        for (plan, groups), backward in zip(self.plans, self.backwards):
+        for plan, backward in zip(self.plans, self.backwards):
             backward = backward._replace(after=tuple(ends[-2:-1]))
-            reduce = self._reduction(plan, groups, backward)
+            reduce = self._reduction(plan, backward)
             if not first:
                 reduce = reduce._replace(gives=reduce.gives + reduce.takes)
             backward = backward if allocates else backward._replace(takes=0)
@@ -149,56 +143,44 @@ class _Building:
             for one in to_average:
                 self._await(one)
             ends.append(self.awaited[-1])
-            own = reduce.nbytes // groups.ranks
-            to_average = (
-                self._between_groups(reduce._replace(nbytes=own, after=(place,)), groups) if own else []
-            )
-        for groups in dict.fromkeys(part.groups for part in self.owners.parts):
-            counted = sum(len(plan.starts) for plan, of_plan in self.plans if of_plan == groups)
-            if not counted or groups.ranks * groups.replicas == 1:
-                continue
+            own = reduce.nbytes // self.groups.ranks
+            to_average = self._between_groups(reduce._replace(nbytes=own, after=(place,))) if own else []
+        counted = sum(len(plan.starts) for plan in self.plans)
+        if counted and self.groups.world_size > 1:
             count = Operation("agree", NETWORK, op="all_reduce", nbytes=COUNT_ITEMSIZE * counted)
-            place = self._await(groups.within(count._replace(after=(place,))))
-            for one in to_average + self._between_groups(count._replace(after=(place,)), groups):
+            place = self._await(self.groups.within(count._replace(after=(place,))))
+            for one in to_average + self._between_groups(count._replace(after=(place,))):
                 self._await(one)
-            to_average = []
 
     def _await(self, call: Operation) -> int:
         self.awaited.append(self._append(call))
         return self.awaited[-1]
 
-    def _reduction(self, plan: GradientPlan, groups: Groups, backward: Operation) -> Operation:
+    def _reduction(self, plan: GradientPlan, backward: Operation) -> Operation:
         own_itemsize = itemsize_of(self.params[next(iter(plan.starts))].dtype)
         itemsize = self.reduced_itemsize or own_itemsize
-        nbytes, group = plan.numel * itemsize, groups.ranks
-        reduce = groups.within(Operation("reduce", NETWORK, backward.part, nbytes=nbytes))
+        nbytes, group = plan.numel * itemsize, self.groups.ranks
+        reduce = self.groups.within(Operation("reduce", NETWORK, backward.part, nbytes=nbytes))
         reduce = reduce._replace(gives=backward.takes)
         if plan.is_shared:
             return reduce._replace(op="reduce_shares", takes=plan.numel // group * own_itemsize)
         sent = tuple((owner, numel * itemsize) for owner in range(group) for numel in plan.sent_numels(owner))
         return reduce._replace(op="exchange", shares=sent)
 
-    def _between_groups(self, call: Operation, groups: Groups) -> list[Operation]:
+    def _between_groups(self, call: Operation) -> list[Operation]:
         """The all-reduce of as many bytes by the ranks that have the same place in their groups."""
-        if groups.replicas == 1:
+        if self.groups.replicas == 1:
             return []
-        between = groups.between(call._replace(op="all_reduce"))
+        between = self.groups.between(call._replace(op="all_reduce"))
         return [between._replace(shares=None, takes=0, gives=0)]
 
     def step(self, muon: bool) -> int:
         """The update, in which a range is one tensor."""
-        trained = [number for plan, _ in self.plans for number in plan.starts]
+        trained = [number for plan in self.plans for number in plan.starts]
         is_trained = [int(param.trainable) for param in self.params]
-        in_range = {
-            part.numbers[place]
-            for part, partition in zip(self.owners.parts, self.owners.partitions)
-            for one in partition.ranges
-            for place in one.params
-        }
+        in_range = {number for one in self.partition.ranges for number in one.params}
         beside = [int(flag and number not in in_range) for number, flag in enumerate(is_trained)]
-        ranges = sum(len(partition.ranges) for partition in self.owners.partitions)
-        tensors = max(self.owners.totals([0] * len(self.params), beside)) + ranges
-        replicas = self.owners.parts[0].groups.world_size // self.owners.world_size
+        tensors = max(self.partition.totals([0] * len(self.params), beside)) + len(self.partition.ranges)
         return self._append(
             Operation(
                 "step",
@@ -206,8 +188,8 @@ class _Building:
                 None,
                 tuple(self.awaited),
                 numel=sum(self.params[number].numel for number in trained),
-                shares=shares_of(self.owners.totals(is_trained) * replicas),
+                shares=shares_of(self.partition.totals(is_trained) * self.groups.replicas),
                 tensors=tensors,
-                flops=most_flops(self.params, self.owners, muon),
+                flops=most_flops(self.params, self.partition, muon),
             )
         )

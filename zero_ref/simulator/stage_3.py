@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from zero_ref.simulator.groups import Groups
@@ -23,8 +22,6 @@ class Unit(NamedTuple):
         tensors: the number of parameters.
         gradient_bytes: of its gradients as backward makes them, where they travel in another dtype; None for
             `reduced_bytes`.
-        groups: the ranks that share it, if not those that share the other units.
-        in_block: it is a part of the block that the unit before begins, and is gathered as early.
     """
 
     numel: int
@@ -33,8 +30,6 @@ class Unit(NamedTuple):
     kept: bool = False
     tensors: int = 0
     gradient_bytes: int | None = None
-    groups: Groups | None = None
-    in_block: bool = False
 
     @property
     def own_gradient_bytes(self) -> int:
@@ -55,10 +50,8 @@ def stage_3(
 ) -> tuple[Operation, ...]:
     """Parameters gathered before use, in forward and again in backward; gradients reduced to shards.
 
-    Before a block computes, all-gathers start for the blocks up to `prefetch` places further on. A block is a
-    unit, or several where not all ranks share all of it. So in backward the next unit's parameters come
-    before this unit's gradients: the network does first what is needed first. Of the several units of a block
-    only the first is gathered ahead in backward: it is the next one for the block behind it.
+    Before a unit computes, all-gathers start for the units up to `prefetch` places further on. So in backward
+    the next unit's parameters come before this unit's gradients: the network does first what is needed first.
 
     >>> units = [Unit(8, 16, 16, kept=True), Unit(10, 20, 20), Unit(10, 20, 20)]
     >>> [f"{one.label} {one.part}" for one in stage_3(units, 2, shards=[14, 14]) if one.op]
@@ -68,7 +61,7 @@ def stage_3(
         units: in the order of forward; backward takes them in reverse.
         world_size: ranks; of several groups, of all of them.
         shards: elements that each rank updates.
-        prefetch: how many blocks ahead; with 0 a block is gathered when it is needed, and no computing hides
+        prefetch: how many units ahead; with 0 a unit is gathered when it is needed, and no computing hides
             the wait.
         activation_bytes: that forward leaves for backward, on each rank.
         group: how many consecutive ranks share the parameters, and gather and reduce among themselves. Then
@@ -83,22 +76,18 @@ def stage_3(
     """
     if prefetch < 0:
         raise ValueError(f"prefetch counts units, 0 or more; got {prefetch}.")
-    everyone = Groups(world_size, group or world_size)
-    building = _Building(units, [unit.groups or everyone for unit in units], activation_bytes, no_sync)
-    block_of = list(accumulate(not unit.in_block for unit in units))
+    groups = Groups(world_size, group or world_size)
+    building = _Building(units, groups, activation_bytes, no_sync)
     for number in range(accumulation):
         building.is_first, building.reduces = not number, not no_sync or number == accumulation - 1
         for label, way in (("forward", 1), ("backward", -1)):
             to_gather = deque(
                 part
-                for part in sorted(range(len(units)), key=lambda part: way * block_of[part])
-                if building.groups[part].ranks > 1 and not (label == "backward" and units[part].kept)
+                for part in range(len(units))[::way]
+                if groups.ranks > 1 and not (label == "backward" and units[part].kept)
             )
             for part in range(len(units))[::way]:
-                while to_gather:
-                    waits = label == "backward" and units[to_gather[0]].in_block
-                    if way * (block_of[to_gather[0]] - block_of[part]) > (0 if waits else prefetch):
-                        break
+                while to_gather and way * (to_gather[0] - part) <= prefetch:
                     building.gather(to_gather.popleft())
                 building.compute(label, part)
     building.step(shards)
@@ -108,9 +97,7 @@ def stage_3(
 class _Building:
     """The operations so far, and the positions of those that the next ones wait for."""
 
-    def __init__(
-        self, units: Sequence[Unit], groups: Sequence[Groups], activation_bytes: int, no_sync: bool
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], groups: Groups, activation_bytes: int, no_sync: bool) -> None:
         self.units, self.groups, self.no_sync = units, groups, no_sync
         # Blocks keep activations, and the root keeps none, if there are blocks.
         weights = [0 if unit.kept and len(units) > 1 else unit.numel for unit in units]
@@ -128,12 +115,12 @@ class _Building:
     def gather(self, part: int) -> None:
         nbytes = self.units[part].gathered_bytes
         gather = Operation("gather", NETWORK, part, self.computed, op="all_gather", nbytes=nbytes)
-        self.gathered[part] = self._append(self.groups[part].within(gather._replace(takes=nbytes)))
+        self.gathered[part] = self._append(self.groups.within(gather._replace(takes=nbytes)))
 
     def compute(self, label: str, part: int) -> None:
         """Forward or backward of a unit, and the reduction of the gradients that backward makes."""
         unit = self.units[part]
-        whole = unit.gathered_bytes if self.groups[part].ranks > 1 else 0
+        whole = unit.gathered_bytes if self.groups.ranks > 1 else 0
         if label == "forward":
             takes, gives = self.activation_bytes[part], 0 if unit.kept else whole
         else:
@@ -146,15 +133,15 @@ class _Building:
 
     def _gradient_bytes(self, part: int) -> int:
         """What the backward of a unit allocates for its gradients."""
-        unit, groups = self.units[part], self.groups[part]
-        alone = groups.ranks == groups.replicas == 1
+        unit = self.units[part]
+        alone = self.groups.world_size == 1
         if self.no_sync:  # they add up in the dtype in which they will travel
             return unit.reduced_bytes if self.is_first else 0
         return 0 if alone and not self.is_first else unit.own_gradient_bytes
 
     def _reduce(self, part: int) -> None:
         """The gradients of a unit are reduced among the ranks that share it, and then between the groups."""
-        unit, groups = self.units[part], self.groups[part]
+        unit, groups = self.units[part], self.groups
         whole = unit.reduced_bytes if self.no_sync else unit.own_gradient_bytes
         shard = (
             unit.own_gradient_bytes // groups.ranks if self.is_first or self.no_sync else 0

@@ -36,12 +36,8 @@ OPERATIONS = (
     "broadcast",
     "reduce",
     "exchange",
-    "all_to_all",
     "send",
 )
-PAIRWISE = ("exchange", "all_to_all")
-"""Operations in which each rank sends others what is theirs: a message for each, or one call for all."""
-
 BACKENDS = ("nccl", "gloo")
 
 
@@ -78,13 +74,13 @@ def traffic(
 
     Args:
         op: one of OPERATIONS. "exchange" is the reduction to owners by pairwise messages, see `shares`;
-            "reduce" is that to one owner by the backend's own call. "all_to_all" sends as an exchange does.
+            "reduce" is that to one owner by the backend's own call.
         nbytes: the payload, which is the whole tensor: what each rank has after an all_gather, or before a
-            reduce_scatter or an all_to_all.
+            reduce_scatter.
         backend: one of BACKENDS.
         algorithm: "ring", "tree" or "nvls", for NCCL's all-reduce; everything else has one algorithm only.
             With NVLS a switch adds what all ranks send, and sends each sum to all of them.
-        shares: for an exchange or all_to_all, the bytes of the payload that each owner owns, and receives
+        shares: for an exchange, the bytes of the payload that each owner owns, and receives
             from every other rank. Ranks beyond the last share own nothing. None for even shares on all ranks.
     Raises:
         ValueError: an operation, backend or algorithm is unknown, the payload is negative, there is no rank,
@@ -107,7 +103,7 @@ def traffic(
     part, levels = s * (n - 1) / n, math.ceil(math.log2(n))
     if op == "send":
         return Traffic(1, s, s)
-    if op in PAIRWISE:
+    if op == "exchange":
         owned = [s / n] * n if shares is None else shares
         sent = s - (min(owned) if len(owned) == n else 0.0)  # by the rank that owns least
         return Traffic(1, float(max(sent, max(owned) * (n - 1))), s * (n - 1))

@@ -10,10 +10,9 @@ from zero_ref.simulator.activations import ATTENTION, CHECKPOINTING, kinds_apart
 from zero_ref.simulator.autocast import AUTOCAST
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.devices import DEVICES
-from zero_ref.simulator.expert_parallel import check_experts
 from zero_ref.simulator.ledger import STATE_RULES, state_rule
 from zero_ref.simulator.lora import LORA_ON
-from zero_ref.simulator.models import Architecture, trained
+from zero_ref.simulator.models import Architecture
 from zero_ref.simulator.norms import NORMS
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.options import Option, check_options, explained, listed
@@ -57,10 +56,6 @@ def _gathers_ahead(how: Recipe, _: object) -> bool:
 
 def _averages(how: Recipe, _: object) -> bool:
     return how.averaging is not None
-
-
-def _meets_in_every_step(how: Recipe, _: object) -> bool:
-    return how.averaging is None
 
 
 @dataclass(frozen=True)
@@ -195,16 +190,6 @@ class Training:
         "(default: %(default)s)",
         metavar="N", least=1, most=2**20, used_by=_averages,
     )] = 1
-    expert_parallel: Annotated[int, Option(
-        "so many consecutive ranks share the experts of each block, whole ones each (default: %(default)s)",
-        metavar="N", least=1, most=2**20, used_by=_meets_in_every_step,
-        label="ranks that share experts", steps=(1, 2, 4, 8, 16, 32, 64, 128),
-    )] = 1
-    expert_load: Annotated[float, Option(
-        "rows (one for each token and expert that it is sent to) that the busiest rank gets, over the "
-        "average of the ranks that share experts (default: %(default)s)",
-        metavar="X", least=1, most=10**6, used_by=_meets_in_every_step,
-    )] = 1.0
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -218,9 +203,6 @@ class Training:
         if self.update != "fused":
             update_kernels(self.optimizer, self.update)
         check_world_size(self.world_size)
-        if self.expert_parallel > 1 or self.expert_load > 1:  # else shapes are not needed yet
-            shapes = trained(self.architecture)
-            check_experts(shapes, self.expert_parallel, self.expert_load, self.world_size)
         self._check_products()
         if self.lora is not None:
             self._check_adapters()
@@ -258,11 +240,6 @@ class Training:
             raise ValueError(
                 f"gradient_dtype {self.gradient_dtype} beside parameters of {self.dtype}: gradients are kept "
                 "in the parameters' dtype, or in float32."
-            )
-        if self.autocast and self.expert_parallel > 1:
-            raise ValueError(
-                f"autocast with experts that {self.expert_parallel} ranks share is not simulated: leave out "
-                "autocast, or leave expert_parallel at 1."
             )
         if self.tf32 and self.computed_in != "float32":
             raise ValueError(f"tf32 is how products of float32 are made; the dtype is {self.computed_in}.")
