@@ -247,15 +247,18 @@ def optimizers_tally(folder: Path) -> Iterator[str]:
     """How many classes were equal, refused or different, and the versions."""
     rows = table_of_optimizers()["rows"]
     for what, runs in {
-        "10 updates": lambda row: [one for two in row["partitions"].values() for one in two],
-        "a checkpoint or other owners in between": lambda row: [*row["checkpoint"].values()],
+        "10 updates of whole parameters": lambda row: [
+            one for name, two in row["partitions"].items() if name != "even" for one in two
+        ],
+        "a checkpoint in between": lambda row: [*row["checkpoint"].values()],
     }.items():
         kinds = [{one.partition(":")[0] for one in runs(row)} for row in rows if runs(row)]
         different = sum("different" in kind for kind in kinds)
         refused = sum("refused" in kind and "different" not in kind for kind in kinds)
         equal = sum(kind == {"equal"} for kind in kinds)
         yield f"- {what}: {len(kinds)} classes, {equal} equal, {refused} refused, {different} different"
-    yield f"- `even` cuts the parameters of {sum(row['cut'] for row in rows)} of them"
+    may_be_cut = [row for row in rows if row["cut"] and set(row["partitions"]["even"]) == {"equal"}]
+    yield f"- parameters of {len(may_be_cut)} of them may be cut"
     versions = table_of_optimizers()["made_with"]
     yield "- versions: " + ", ".join(f"{package} {version}" for package, version in versions.items())
 
@@ -277,6 +280,13 @@ def optimizers(folder: Path, package: str) -> Iterator[str]:
             said.append(f"{kind} ({number})" if kind == "refused" else f"**different** ({number}), {about}")
         return "; ".join(dict.fromkeys(said)) or "-"
 
+    def cut(row: dict[str, Any], verdicts: Iterable[str]) -> str:
+        if not row["cut"]:
+            return cell(row, verdicts, equal="equal, whole")
+        if any(verdict.startswith("different") for verdict in verdicts):
+            return "may not be cut"
+        return cell(row, verdicts, equal="equal, cut")
+
     of_package = [row for row in table_of_optimizers()["rows"] if row["package"] == package]
     rows = []
     for row in of_package:
@@ -285,7 +295,7 @@ def optimizers(folder: Path, package: str) -> Iterator[str]:
             [
                 row["name"],
                 cell(row, (one for two in whole for one in two)),
-                cell(row, even, equal="equal, cut" if row["cut"] else "equal, whole"),
+                cut(row, even),
                 cell(row, row["checkpoint"].values()),
             ]
         )

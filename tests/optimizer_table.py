@@ -49,14 +49,15 @@ SHAPES = [(160, 128), (32, 16, 3, 3), (64,), (96, 64), (10, 7), (128,)]
 MATRICES = [shape for shape in SHAPES if len(shape) == 2]
 Snapshot = list[torch.Tensor]
 
-RANDOM = (
-    "It draws random numbers, and a rank draws other ones for its shard than one process for all. The first "
-    "update warns of this."
+RANDOM = "It draws random numbers, and a rank draws other ones for its shard than one process for all."
+TOGETHER = (
+    "It computes something from all parameters together: in one process too, an optimizer for each parameter "
+    "gives other values than one for all."
 )
 WHY = {
     "OrthoGrad": "A dot product rounds otherwise where a tensor in a bucket begins at another alignment.",
 }
-"""Why the verdict on a class is "different"; the test wants a reason for each such verdict."""
+"""Why the verdict on whole parameters is "different", where no run tells."""
 
 
 # ------------------------------------------------------------------------------------------------ the classes
@@ -95,7 +96,7 @@ class Case:
         if not self.use_muon:
             return params
         by_use = {use: [param for param in params if (param.ndim > 1) == use] for use in (True, False)}
-        return [{"params": members, "use_muon": use} for use, members in by_use.items()]
+        return [{"params": members, "use_muon": use} for use, members in by_use.items() if members]
 
 
 AROUND = ["Lookahead", "OrthoGrad", "ScheduleFreeWrapper", "TRAC"]
@@ -182,7 +183,7 @@ def _inputs(number: int, shape: tuple[int, ...], step: int) -> tuple[torch.Tenso
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator) * 0.3**number
 
 
-def train(case: Case, optimizer: Optimizer, params: Sequence[nn.Parameter], steps: range) -> list[Snapshot]:
+def train(case: Case, optimizer: Any, params: Sequence[nn.Parameter], steps: range) -> list[Snapshot]:
     """The parameters after each update.
 
     All ranks compute the same gradients, as they would have them after an all-reduce. The loss is no sum over
@@ -206,7 +207,7 @@ def train(case: Case, optimizer: Optimizer, params: Sequence[nn.Parameter], step
     after = []
     for step in steps:
         closure(step)
-        optimizer.step(*[functools.partial(closure, step)] * case.closure)  # type: ignore[call-overload]
+        optimizer.step(*[functools.partial(closure, step)] * case.closure)
         after.append([param.detach().clone() for param in params])
     for param in params:
         param.grad = None  # a graph would keep itself alive through it
@@ -288,8 +289,9 @@ class Row:
     Args:
         partitions: a verdict for each partition, without and with `parameters_as_bucket_view`.
         checkpoint: a verdict for each way in which state changes hands in the middle of a run.
-        cut: "even" cut parameters, because the class is elementwise.
-        why: why a verdict is "different".
+        cut: "even" cut parameters: the class is one of torch's that are elementwise, or `elementwise=True`
+            said so of another class. Then a verdict of "different" means that it is not.
+        why: why a verdict on whole parameters is "different".
     """
 
     package: str
@@ -300,9 +302,11 @@ class Row:
     why: str = ""
 
     @property
-    def verdicts(self) -> list[str]:
-        """Those of all runs."""
-        return [*itertools.chain(*self.partitions.values()), *self.checkpoint.values()]
+    def on_whole_parameters(self) -> list[str]:
+        """The verdicts of all runs that cut no parameter."""
+        cut = ["even"] if self.cut else []
+        of_partitions = [verdicts for name, verdicts in self.partitions.items() if name not in cut]
+        return [*itertools.chain(*of_partitions), *self.checkpoint.values()]
 
 
 def row_of(case: Case) -> Row:
@@ -323,7 +327,7 @@ def row_of(case: Case) -> Row:
         raise ValueError(f"it moves nothing in {STEPS} updates.")
 
     def on_rank(comm: Collectives, **mode: Any) -> list[Snapshot]:
-        params, optimizer = sharded(case, comm, **mode)
+        params, optimizer = sharded(case, comm, elementwise=True, **mode)
         row.cut |= not optimizer.partition.is_whole
         return train(case, optimizer, params, range(STEPS))
 
@@ -337,24 +341,24 @@ def row_of(case: Case) -> Row:
         row.partitions[partition] = [verdict(run, expected) for run in runs]
     if row.partitions[PARTITIONS[0]][0] == "equal":
         row.checkpoint = dict(_handed_on(case, expected))
-    if any(one.startswith("different") for one in row.verdicts):
-        row.why = RANDOM if random and _warns(case) else WHY.get(case.name, "")
+    if any(one.startswith("different") for one in row.on_whole_parameters):
+        apart = verdict(lambda: [_train_apart(case)], expected)
+        row.why = WHY.get(case.name) or (RANDOM if random else "" if apart == "equal" else TOGETHER)
     return row
 
 
-def _warns(case: Case) -> bool:
-    """Whether the optimizer warns of random numbers."""
+def _train_apart(case: Case) -> list[Snapshot]:
+    """The parameters after each update by an optimizer for each of them, in one process."""
+    torch.manual_seed(0)
+    params = case.params()
+    optimizers = [case.optimizer_class(case.groups([param]), **case.options) for param in params]
 
-    def on_rank(comm: Collectives) -> None:
-        params = case.params(None)
-        groups = case.groups(params)
-        optimizer = ZeroRedundancyOptimizer(groups, case.optimizer_class, comm, **case.options)
-        train(case, optimizer, params, range(2))
+    class All:
+        def step(self, *closure: Any) -> None:
+            for optimizer in optimizers:
+                optimizer.step(*closure)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        virtual.run(on_rank, 1, timeout=600)
-    return any("drew random numbers" in str(one.message) for one in caught)
+    return train(case, All(), params, range(STEPS))
 
 
 def _handed_on(case: Case, uninterrupted: list[Snapshot]) -> Iterator[tuple[str, str]]:

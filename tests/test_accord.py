@@ -225,9 +225,7 @@ def test_an_optimizer_made_on_one_rank_more_is_found_where_the_next_is_made() ->
 
 
 class Estimating(optim.SGD):
-    """Says that it is elementwise, and from its third step on keeps a number computed from all parameters."""
-
-    elementwise = True
+    """From its third step on keeps a number computed from all parameters."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)

@@ -1,11 +1,9 @@
-"""Methods of the wrapped class: forwarded to all ranks, and noticed where a user calls them on one."""
+"""`train` and `eval` of the wrapped class, called on all ranks."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from schedule_free import Free, FreeOnMasters, switching
-from test_merged import Beads
 from test_sharded_data_parallel import RULES, Tied, averaged, data, gradients_of, values_of
 from torch import nn, optim
 from torch.optim import Optimizer
@@ -34,7 +31,6 @@ from zero_ref import OSS, ShardedDataParallel, consolidation_callback
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.shard.coupling import couples_parameters, updates_elementwise
 from zero_ref.state.sharded import load_sharded, save_sharded
 
 EVERY_MODE = [*MODES, ("balanced", False), ("equal_shares", True)]
@@ -55,45 +51,6 @@ def update(params: list[nn.Parameter], optimizer: Optimizer) -> None:
 
 def test_a_schedule_free_optimizer_trains_and_switches_as_plain_in_every_mode() -> None:
     assert_trains_as_plain(switching, Free, modes=EVERY_MODE)
-
-
-class Together(Free):
-    elementwise = True
-
-
-def test_small_parameters_that_are_stepped_as_one_switch_as_plain_and_stay_so() -> None:
-    assert_trains_as_plain(switching, Together, modes=EVERY_MODE, make_model=Beads)
-
-    def on_rank(comm: Collectives) -> list[int]:
-        params = params_of_ones(6)
-        optimizer: Any = ZeroRedundancyOptimizer(params, Together, comm, True)
-        optimizer.train()  # without gradients
-        update(params, optimizer)
-        return [len(run.members) for run in optimizer.shard.steppers.small.runs]
-
-    assert virtual.run(on_rank, 2) == [[3], [3]]
-
-
-class Skipping(optim.Adam):
-    elementwise = True
-
-    def skip(self) -> None:
-        """Count ten updates that were not made, in place: each parameter has a counter of its own."""
-        for state in self.state.values():
-            state["step"] += 10
-
-
-def skipping(model: Any, optimizer: Any, backward: Backward) -> Iterator[None]:
-    for step in range(4):
-        backward(step)
-        optimizer.step()
-        yield
-        optimizer.skip()
-        yield
-
-
-def test_parameters_that_are_stepped_as_one_have_counters_of_their_own_in_a_method() -> None:
-    assert_trains_as_plain(skipping, Skipping, world_sizes=[2], modes=EVERY_MODE, make_model=Beads, lr=0.1)
 
 
 def test_more_ranks_than_parameters_switch_as_plain() -> None:
@@ -180,7 +137,8 @@ def test_masters_and_state_in_files_are_switched(
     def on_rank(comm: Collectives) -> Any:
         model = in_16_bits()
         optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), Free, comm, as_view, partition=partition, master_dtype=torch.float32,
+            model.parameters(), Free, comm, as_view, partition=partition, elementwise=True,
+            master_dtype=torch.float32,
             rounding=rounding, rounding_seed=7, state_device=tmp_path if in_files else None,
         )  # fmt: skip
         return run_script(script, model, optimizer, comm.world_size, comm)
@@ -236,7 +194,9 @@ def test_a_model_in_sharded_data_parallel_is_switched(rule: Any, in_forward: boo
 
     def on_rank(comm: Collectives) -> list[list[torch.Tensor]]:
         model, seen = Tied(), []
-        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), Free, comm, partition=rule, lr=0.01)
+        optimizer: Any = ZeroRedundancyOptimizer(
+            model.parameters(), Free, comm, partition=rule, elementwise=True, lr=0.01
+        )
         ddp = ShardedDataParallel(
             model, optimizer, broadcast_buffers=False, reduce_buffer_size=300, gather_in_forward=in_forward
         )
@@ -284,7 +244,9 @@ def test_a_state_saved_in_either_mode_is_the_plain_one_and_loads(
 
     def on_rank(comm: Collectives) -> tuple[Any, Any]:
         model = Tangle()
-        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), Free, comm, as_view, partition=partition)
+        optimizer: Any = ZeroRedundancyOptimizer(
+            model.parameters(), Free, comm, as_view, elementwise=True, partition=partition
+        )
         begins(model, optimizer)
         optimizer.consolidate_state_dict("all")
         whole = optimizer.state_dict()
@@ -293,7 +255,9 @@ def test_a_state_saved_in_either_mode_is_the_plain_one_and_loads(
 
     def resumed(comm: Collectives, from_files: bool) -> Any:
         model = Tangle()
-        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), Free, comm, as_view, partition=partition)
+        optimizer: Any = ZeroRedundancyOptimizer(
+            model.parameters(), Free, comm, as_view, elementwise=True, partition=partition
+        )
         if from_files:
             load_sharded(optimizer, tmp_path / "shards")
         else:
@@ -423,104 +387,12 @@ def test_the_attributes_are_there_exactly_if_the_class_has_them() -> None:
     virtual.run(on_rank, 2)
 
 
-# ------------------------------------------------------------------------------------------- other methods
-
-
-class Handy(optim.SGD):
-    """With methods that write, that need gradients, and that only tell."""
-
-    def halve(self, by: float = 0.5, *, but: str = "") -> str:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.data = param.data * by  # other memory, as old programs do it
-        return f"halved by {by}{but}"
-
-    def note_gradients(self) -> None:
-        """As Sophia's `update_hessian`: from gradients, into the state."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.state[param]["seen"] = param.grad.clone()
-
-    @torch.no_grad()
-    def move(self) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(self.state[param].get("seen", 0))
-
-    def largest(self) -> float:
-        return max((p.abs().max().item() for g in self.param_groups for p in g["params"]), default=0.0)
-
-    def take(self, value: Any) -> None: ...
-
-    def fail(self, on: tuple[int, ...] = (128,)) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.numel() in on:
-                    raise ValueError("no")
-
-
-def handy(model: Any, optimizer: Any, backward: Backward) -> Iterator[None]:
-    for step in range(2):
-        backward(step)
-        optimizer.note_gradients()
-        yield
-        optimizer.halve(0.75)
-        yield
-        optimizer.move()
-        yield
-        optimizer.step()
-        yield
-
-
-@pytest.mark.parametrize("masters", [False, True])
-def test_any_method_is_called_with_gradients_and_what_it_writes_is_published(masters: bool) -> None:
-    if not masters:
-        assert_trains_as_plain(handy, Handy, world_sizes=[3], modes=EVERY_MODE, lr=0.1, check_moved=False)
-        return
-
-    class On(FreeOnMasters):
-        def note_gradients(self) -> None:
-            for param, master in self.pairs:
-                if master is not param and param.grad is not None:
-                    master.grad = param.grad.float()
-            self.switch("note_gradients")
-
-        def halve(self, by: float) -> None:
-            self.optim.halve(by)
-            self.switch("largest")
-
-        def move(self) -> None:
-            self.switch("move")
-
-    def in_bfloat16() -> nn.Module:
-        return nn.ParameterList(params_of_ones(3, 200)).bfloat16()
-
-    model = in_bfloat16()
-    plain = run_script(handy, model, On(model.parameters(), Handy, lr=0.1), 2)
-
-    def on_rank(comm: Collectives, partition: str) -> Any:
-        model = in_bfloat16()
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), Handy, comm, partition=partition, master_dtype=torch.float32, lr=0.1
-        )
-        return run_script(handy, model, optimizer, comm.world_size, comm)
-
-    for partition in ("sorted_greedy", "even"):
-        for ours in virtual.run(on_rank, 2, partition):
-            assert_same(ours, plain, partition)
-
-
-class Rebinding(Handy):
+class Rebinding(optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     param.data = param.data - group["lr"] * param.grad
-
-
-class RebindingTogether(Rebinding):
-    elementwise = True
 
 
 def steps(model: nn.Module, optimizer: Any, backward: Backward) -> Iterator[None]:
@@ -530,21 +402,8 @@ def steps(model: nn.Module, optimizer: Any, backward: Backward) -> Iterator[None
         yield
 
 
-@pytest.mark.parametrize("optimizer_class", [Rebinding, RebindingTogether])
-def test_an_optimizer_that_gives_parameters_other_memory_trains_as_plain(optimizer_class: Any) -> None:
-    for make_model in (Tangle, Beads):
-        assert_trains_as_plain(
-            steps, optimizer_class, world_sizes=[3], modes=EVERY_MODE, make_model=make_model, lr=0.1
-        )
-
-
-def test_what_a_method_returns_is_returned_and_arguments_go_through() -> None:
-    def on_rank(comm: Collectives) -> tuple[str, float]:
-        params = [nn.Parameter(torch.full((64,), float(number + 1))) for number in range(2)]
-        optimizer: Any = ZeroRedundancyOptimizer(params, Handy, comm, lr=0.1)
-        return optimizer.halve(0.25, but="!"), optimizer.largest() * 4
-
-    assert virtual.run(on_rank, 2) == [("halved by 0.25!", 1.0), ("halved by 0.25!", 2.0)]
+def test_an_optimizer_that_gives_parameters_other_memory_trains_as_plain() -> None:
+    assert_trains_as_plain(steps, Rebinding, world_sizes=[3], modes=EVERY_MODE, lr=0.1)
 
 
 def test_a_call_that_writes_nothing_sends_only_short_messages() -> None:
@@ -571,62 +430,52 @@ def test_a_call_that_writes_nothing_sends_only_short_messages() -> None:
 # ------------------------------------------------------------------------------------------------- mistakes
 
 
-def test_calls_that_differ_between_ranks_raise_on_all_and_change_nothing() -> None:
-    def on_rank(comm: Collectives) -> list[str]:
-        params = params_of_ones()
-        optimizer: Any = ZeroRedundancyOptimizer(params, Handy, comm, lr=0.1)
-        first = comm.rank == 0
-        messages = [
-            caught(lambda: optimizer.halve(0.5 if first else 0.25)),
-            caught(lambda: optimizer.take(torch.full((2,), float(comm.rank)))),
-            caught(lambda: optimizer.halve() if first else optimizer.move()),
-            caught(lambda: optimizer.halve() if first else optimizer.step()),
-            caught(lambda: optimizer.take(params[0])),
-            caught(lambda: optimizer.take(by=optimizer.param_groups[0])),
-        ]
-        optimizer.param_groups[0]["lr"] = float(comm.rank)
-        messages.append(caught(optimizer.halve))
-        optimizer.param_groups[0]["lr"] = 0.1
-        optimizer.take({"fine": torch.ones(2)})
-        assert all(param.eq(1).all() for param in params)
-        optimizer.halve()
-        assert all(param.eq(0.5).all() for param in params)
-        return messages
-
-    for messages in virtual.run(on_rank, 2):
-        values, tensors, others, step, param, group, options = messages
-        assert "ValueError: ranks disagree, so none can call halve() of optimizer 0 (Handy)" in values
-        assert "[arguments=[0.5]]" in values or "[arguments=[0.25]]" in values
-        assert "with the digest" in tensors
-        assert "is to call" in others
-        assert "halve() of optimizer 0 (Handy) while rank" in others or "move() of" in others
-        assert "make update 1 of optimizer 0" in step
-        assert param.startswith("TypeError: a parameter, or a group of them, is among the arguments")
-        assert group.startswith("TypeError: a parameter, or a group of them, is among the arguments")
-        assert "lr=" in options
+class Failing(Free):
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.numel() == 128:
+                    raise ValueError("no")
 
 
-def test_wrong_arguments_raise_on_all_ranks_which_go_on() -> None:
+def test_options_that_differ_between_ranks_raise_on_all_and_change_nothing() -> None:
     def on_rank(comm: Collectives) -> str:
         params = params_of_ones()
-        optimizer: Any = ZeroRedundancyOptimizer(params, Handy, comm, lr=0.1)
-        message = caught(lambda: optimizer.halve(wrong=1))
-        update(params, optimizer)
-        assert all(torch.allclose(param, torch.tensor(0.9)) for param in params)
+        optimizer: Any = ZeroRedundancyOptimizer(params, Free, comm)
+        optimizer.train()
+        for _ in range(2):
+            update(params, optimizer)
+        before = [param.detach().clone() for param in params]
+        optimizer.param_groups[0]["beta"] = 0.5 + comm.rank / 10
+        message = caught(optimizer.eval)
+        assert all(map(torch.equal, params, before))
         return message
 
-    assert all("unexpected keyword argument 'wrong'" in message for message in virtual.run(on_rank, 2))
+    for message in virtual.run(on_rank, 2):
+        assert "ValueError: ranks disagree, so none can call eval() of optimizer 0 (Free)" in message
+        assert "beta=" in message
+
+
+def test_a_rank_that_switches_while_another_steps_raises_on_both() -> None:
+    def on_rank(comm: Collectives) -> str:
+        optimizer: Any = ZeroRedundancyOptimizer(params_of_ones(), Free, comm)
+        return caught(lambda: optimizer.eval() if comm.rank == 0 else optimizer.step())
+
+    for message in virtual.run(on_rank, 2):
+        assert "call eval() of optimizer 0 (Free)" in message
+        assert "make update 1 of optimizer 0" in message
 
 
 def test_a_method_that_raises_on_one_rank_stops_all(tmp_path: Path) -> None:
     def on_rank(comm: Collectives) -> list[str]:
         params = [nn.Parameter(torch.ones(numel)) for numel in (128, 64)]
-        optimizer: Any = ZeroRedundancyOptimizer(params, Handy, comm, lr=0.1)
+        optimizer: Any = ZeroRedundancyOptimizer(params, Failing, comm)
+        optimizer.train()
         save_sharded(optimizer, tmp_path)
         messages = [
-            caught(optimizer.fail),
+            caught(optimizer.eval),
             caught(lambda: update(params, optimizer)),
-            caught(optimizer.halve),
+            caught(optimizer.train),
         ]
         load_sharded(optimizer, tmp_path)
         update(params, optimizer)
@@ -634,194 +483,7 @@ def test_a_method_that_raises_on_one_rank_stops_all(tmp_path: Path) -> None:
 
     first, second = virtual.run(on_rank, 2)
     assert first[0] == "ValueError: no"
-    assert (
-        second[0]
-        == "RuntimeError: rank 1: rank 0 could not call fail() of optimizer 0 (Handy): ValueError: no"
-    )
+    assert second[0].endswith("rank 0 could not call eval() of optimizer 0 (Failing): ValueError: no")
     for _, *later in (first, second):
         for message in later:
-            assert "fail() of Handy raised on ranks [0] and not on the others" in message
-
-
-# ----------------------------------------------------------------------------- calls on the local optimizer
-
-
-@pytest.mark.parametrize("as_view", [False, True])
-@pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
-@pytest.mark.parametrize("master_dtype", [None, torch.float64])
-def test_a_method_called_on_the_local_optimizer_is_an_error_if_it_writes(
-    master_dtype: Any, partition: str, as_view: bool
-) -> None:
-    def on_rank(comm: Collectives) -> list[str]:
-        params = params_of_ones()
-        optimizer: Any = ZeroRedundancyOptimizer(
-            params, Handy, comm, as_view, partition=partition, master_dtype=master_dtype, lr=0.1
-        )
-        update(params, optimizer)
-        update(params, optimizer)  # the first one compares start values
-        local = optimizer.optim
-        return [caught(local.largest), caught(lambda: local.halve(0.5)), caught(local.largest)]
-
-    for rank, (before, halved, after) in enumerate(virtual.run(on_rank, 2)):
-        assert before == after == "nothing"
-        assert halved.startswith(
-            f"RuntimeError: rank {rank}: halve() of Handy, called on the local optimizer"
-        )
-        assert "Call optimizer.halve() on all ranks" in halved
-
-
-class CallsItsOwn(Handy):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.halve(0.5)
-
-
-def test_a_step_may_call_the_methods_of_its_class() -> None:
-    assert_trains_as_plain(steps, CallsItsOwn, world_sizes=[3], modes=EVERY_MODE, make_model=Beads, lr=0.1)
-
-
-def test_the_local_optimizer_is_freed_with_the_sharded_one() -> None:
-    def on_rank(comm: Collectives) -> bool:
-        optimizer: Any = ZeroRedundancyOptimizer(params_of_ones(), Handy, comm, lr=0.1)
-        optimizer.halve()
-        local = weakref.ref(optimizer.optim)
-        gc.disable()
-        try:
-            del optimizer
-            return local() is None
-        finally:
-            gc.enable()
-
-    assert virtual.run(on_rank, 1) == [True]
-
-
-# -------------------------------------------------------------------------------------------------- the trial
-
-
-class Centered(Free):
-    """`eval` uses the shape: each row loses its mean."""
-
-    def eval(self) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.data.sub_(param.data.mean(-1, keepdim=True))
-
-
-class Clipping(Free):
-    """`eval` scales by a norm over all parameters."""
-
-    def eval(self) -> None:
-        params = [param.data for group in self.param_groups for param in group["params"]]
-        for param in params:
-            param.div_(torch.stack([other.norm() for other in params]).norm())
-
-
-def test_a_trial_steps_in_train_mode_and_tries_eval_too() -> None:
-    assert updates_elementwise(Free, {}, {"lr": 0.1})
-    assert not updates_elementwise(Centered, {}, {"lr": 0.1})
-    assert not couples_parameters(Centered, {}, {"lr": 0.1})
-    assert couples_parameters(Clipping, {}, {"lr": 0.1})
-
-
-class WithModes(optim.SGD):
-    """`train` is another thing here, and does not disturb the trial."""
-
-    eval = 3
-
-    def train(self, model: nn.Module) -> None: ...
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        norm = sum(float(p.grad.norm()) for g in self.param_groups for p in g["params"] if p.grad is not None)
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.data.sub_(param.grad / norm)
-
-
-def test_a_train_of_another_kind_does_not_hide_that_parameters_are_coupled() -> None:
-    assert couples_parameters(WithModes, {}, {"lr": 0.1})
-
-
-class Projecting(Handy):
-    """With methods for which a rank would need all parameters, or whole ones."""
-
-    @torch.no_grad()
-    def to_sphere(self) -> None:
-        params = [param for group in self.param_groups for param in group["params"]]
-        norm = torch.stack([param.norm() for param in params]).norm()
-        for param in params:
-            param.div_(norm)
-
-    @torch.no_grad()
-    def center_rows(self, of: float = 1.0) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(of * param.mean(-1, keepdim=True))
-
-    def apply(self, function: Callable[[torch.Tensor], None]) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                function(param.data)
-
-    @torch.no_grad()
-    def shake(self) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.add_(torch.rand_like(param))
-
-
-def projected(comm: Collectives, partition: str) -> tuple[ZeroRedundancyOptimizer, list[nn.Parameter]]:
-    params = [nn.Parameter(torch.arange(2048.0).view(64, 32) + number) for number in range(2)]
-    return ZeroRedundancyOptimizer(params, Projecting, comm, partition=partition, lr=0.1), params
-
-
-def test_a_method_that_needs_all_parameters_is_refused_on_all_ranks() -> None:
-    def on_rank(comm: Collectives) -> str:
-        optimizer, params = projected(comm, "sorted_greedy")
-        before = [param.detach().clone() for param in params]
-        message = caught(optimizer.to_sphere)  # type: ignore[attr-defined]
-        assert all(map(torch.equal, params, before))
-        return message
-
-    for message in virtual.run(on_rank, 2):
-        assert message.startswith("ValueError: to_sphere() of Projecting changed a tensor otherwise beside")
-
-
-def test_a_method_that_uses_shapes_is_refused_where_parameters_are_split_and_works_elsewhere() -> None:
-    def on_rank(comm: Collectives, partition: str) -> tuple[str, list[torch.Tensor]]:
-        optimizer, params = projected(comm, partition)
-        return caught(lambda: optimizer.center_rows(of=1.0)), params  # type: ignore[attr-defined]
-
-    plain = [nn.Parameter(torch.arange(2048.0).view(64, 32) + number) for number in range(2)]
-    unsharded = Projecting(plain, lr=0.1)
-    for message, params in virtual.run(on_rank, 3, "even"):
-        assert message.startswith("ValueError: center_rows() of Projecting may use the shape of a parameter")
-        assert all(map(torch.equal, params, plain))
-    unsharded.center_rows()
-    for message, params in virtual.run(on_rank, 2, "sorted_greedy"):
-        assert message == "nothing"
-        assert all(map(torch.equal, params, plain))
-
-
-def test_a_function_among_the_arguments_is_called_for_what_the_rank_owns_and_no_more() -> None:
-    def on_rank(comm: Collectives) -> list[int]:
-        optimizer, params = projected(comm, "even")
-        numels: list[int] = []
-
-        def zero(values: torch.Tensor) -> None:
-            numels.append(values.numel())
-            values.zero_()
-
-        optimizer.apply(zero)  # type: ignore[attr-defined]
-        assert not any(param.any() for param in params)
-        return numels
-
-    assert sum(map(sum, virtual.run(on_rank, 2))) == 4096
-
-
-def test_a_method_that_draws_random_numbers_is_told_of() -> None:
-    def on_rank(comm: Collectives) -> bool:
-        optimizer, _ = projected(comm, "sorted_greedy")
-        with pytest.warns(UserWarning, match=r"Projecting drew random numbers in shake\(\)"):
-            optimizer.shake()  # type: ignore[attr-defined]
-        return True
-
-    assert virtual.run(on_rank, 1) == [True]
+            assert "eval() of optimizer 0 (Failing) raised on ranks [0] and not on the others" in message

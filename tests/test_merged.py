@@ -13,7 +13,6 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from training import (
     Backward,
-    Listing,
     OnMasters,
     Run,
     assert_same,
@@ -308,16 +307,3 @@ def test_small_masters_lie_end_to_end_and_keep_no_gradients_between_steps() -> N
         assert optimizer.optim.param_groups[0]["params"] == [own.local for own in optimizer.shard.owned]
 
     virtual.run(on_rank, 1)
-
-
-def test_an_optimizer_that_lists_its_parameters_itself_steps_small_masters() -> None:
-    def on_rank(comm: Collectives) -> bool:
-        model, optimizer = with_masters(comm, Listing, lr=1.0)
-        before = [param.detach().clone() for param in model.parameters()]
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-        assert members(optimizer)
-        return all(map(torch.equal, model.parameters(), [(b.float() - 0.25).bfloat16() for b in before]))
-
-    assert virtual.run(on_rank, 1) == [True]

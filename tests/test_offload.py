@@ -45,8 +45,6 @@ def train(params: list[nn.Parameter], optimizer: Any, steps: range) -> Values:
 class CountsAnywhere(optim.SGD):
     """Counts its steps where no copy of the groups' options restores it."""
 
-    elementwise = True
-
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
         self.steps = 0
@@ -217,7 +215,7 @@ def test_own_counters_closures_and_other_dtypes(optimizer_class: Any, kind: str,
     def on_rank(comm: Collectives, options: dict[str, Any]) -> Values:
         params = start(torch.float32)
         optimizer = ZeroRedundancyOptimizer(
-            params, optimizer_class, comm, partition="even", lr=0.1, **options
+            params, optimizer_class, comm, partition="even", elementwise=True, lr=0.1, **options
         )
         values = train(params, optimizer, range(3))
         optimizer.step(clamping(params, 3))

@@ -46,6 +46,7 @@ from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import from_lists
+from zero_ref.shard import checks
 from zero_ref.shard.buckets import flat_view
 from zero_ref.shard.digests import WORDS, digests
 from zero_ref.state.sharded import load_sharded, save_sharded
@@ -580,22 +581,48 @@ class Signed(Optimizer):
         return loss
 
 
-def test_a_users_optimizer_is_split_unless_a_trial_or_its_class_says_no(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def is_whole(comm: Collectives) -> bool:
-        return zero(comm, Tangle().parameters(), Signed, partition="even").partition.is_whole
+def test_a_class_that_is_not_torchs_is_cut_only_if_the_user_says_that_it_may_be() -> None:
+    def is_whole(comm: Collectives, elementwise: bool) -> bool:
+        params = Tangle().parameters()
+        return zero(comm, params, Signed, partition="even", elementwise=elementwise).partition.is_whole
 
-    assert_trains_as_plain(steps, Signed)
-    assert virtual.run(is_whole, 2, timeout=20) == [False, False]  # a trial has shown that it may be
-    monkeypatch.setattr(Signed, "elementwise", False, raising=False)
-    assert_trains_as_plain(steps, Signed, modes=WHOLE_MODES)
-    assert virtual.run(is_whole, 2, timeout=20) == [True, True]
-    each_rank_raises(
-        lambda comm: zero(comm, Tangle().parameters(), Signed, partition=cut_anywhere),
-        ValueError,
-        "elementwise = True",
-    )
+    for elementwise in (True, False):
+        assert_trains_as_plain(steps, Signed, modes=[("even", True)], elementwise=elementwise)
+        assert virtual.run(is_whole, 2, elementwise) == 2 * [not elementwise]
+    for partition in ("even", "equal_shares", "balanced", cut_anywhere):
+        each_rank_raises(
+            lambda comm, partition=partition: zero(comm, Tangle().parameters(), Signed, partition=partition),
+            ValueError,
+            "elementwise=True",
+        )
+
+
+def test_the_table_has_every_optimizer_of_torch_and_a_subclass_is_not_in_it() -> None:
+    found = {one for one in vars(optim).values() if isinstance(one, type) and issubclass(one, Optimizer)}
+    assert checks.ELEMENTWISE.keys() == found - {Optimizer}
+
+    class Own(optim.AdamW): ...
+
+    assert checks.is_elementwise(optim.AdamW)
+    assert not checks.is_elementwise(Own)
+
+
+@pytest.mark.parametrize("optimizer_class", [one for one in checks.ELEMENTWISE if one is not optim.LBFGS])
+def test_the_table_says_which_updates_change_if_a_tensor_is_cut(optimizer_class: Any) -> None:
+    """Step a matrix and a piece of it that begins inside a row."""
+    torch.manual_seed(0)
+    values, grads = torch.randn(160, 160), torch.randn(6, 160, 160)
+    whole, piece = nn.Parameter(values.clone()), nn.Parameter(values.flatten()[64:12_864].clone())
+    try:
+        optimizers = [optimizer_class([param]) for param in (whole, piece)]
+        for grad in grads:
+            whole.grad, piece.grad = grad.clone(), grad.flatten()[64:12_864].clone()
+            for one in optimizers:
+                one.step()
+        is_equal = torch.equal(whole.flatten()[64:12_864], piece)
+    except (ValueError, RuntimeError):  # it takes matrices, or sparse gradients
+        is_equal = False
+    assert is_equal == checks.is_elementwise(optimizer_class)
 
 
 def test_an_option_that_is_an_object_does_not_make_ranks_disagree() -> None:
@@ -1208,8 +1235,6 @@ def test_a_group_added_later_goes_to_the_ranks_that_own_least_and_moves_nothing(
 class Eager(optim.Adagrad):
     """Makes its state when a group is added, as Adagrad does only at construction."""
 
-    elementwise = True
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
@@ -1283,8 +1308,6 @@ def test_ranks_that_add_different_groups_all_raise_and_train_on_as_before() -> N
 
 class KeepsViews(Optimizer):
     """Makes views of its parameters when it is constructed and updates those, as block-wise optimizers do."""
-
-    elementwise = True
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})

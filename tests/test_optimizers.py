@@ -53,9 +53,11 @@ def test_there_are_many_classes_and_every_difference_has_a_reason() -> None:
     assert len(ROWS) > 100
     assert {package for package, _ in ROWS} == set(PACKAGES)
     for key, row in ROWS.items():
-        assert bool(row.why) == any(verdict.startswith("different") for verdict in row.verdicts), key
-        assert all(verdict.startswith(("equal", "refused: ", "different: ")) for verdict in row.verdicts), key
-        assert not any("could not" in verdict for verdict in row.verdicts), f"{key}: why not?"
+        verdicts = [*row.on_whole_parameters, *row.partitions["even"]]
+        is_different = any(verdict.startswith("different") for verdict in row.on_whole_parameters)
+        assert bool(row.why) == is_different, key
+        assert all(verdict.startswith(("equal", "refused: ", "different: ")) for verdict in verdicts), key
+        assert not any("could not" in verdict for verdict in verdicts), f"{key}: why not?"
 
 
 def test_the_page_says_what_was_run_and_how_it_is_run_again() -> None:
@@ -109,13 +111,27 @@ def test_what_couples_parameters_late_is_different() -> None:
         row = row_of(Case("here", "Scaling", Scaling, {"lr": 0.01}))
     assert row.partitions["sorted_greedy"][0].startswith("different: by up to ")
     assert row.partitions["sorted_greedy"][0].endswith(", from update 3 on")
-    assert (row.why, row.checkpoint) == ("", {})
+    assert (row.why, row.checkpoint) == (optimizer_table.TOGETHER, {})
 
 
-def test_elementwise_classes_are_cut_and_others_are_kept_whole() -> None:
+class Lamb(optim.SGD):
+    """Scales each update by the norm of its tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"] * float(param.norm()))
+
+
+def test_torchs_classes_are_cut_as_they_may_be_and_others_show_whether_they_may() -> None:
     with undisturbed():
         assert row_of(Case("here", "SGD", optim.SGD, {"lr": 0.01})).cut
         assert not row_of(Case("here", "Adafactor", optim.Adafactor)).cut
+        lamb = row_of(Case("here", "Lamb", Lamb, {"lr": 0.01}))
+    assert lamb.partitions["sorted_greedy"] == ["equal", "equal"]
+    assert all(verdict.startswith("different") for verdict in lamb.partitions["even"])
+    assert (lamb.cut, lamb.why) == (True, "")
 
 
 def test_what_a_class_raises_by_itself_is_raised() -> None:

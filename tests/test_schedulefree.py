@@ -27,7 +27,6 @@ from training import (
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.shard.coupling import couples_parameters, updates_elementwise
 from zero_ref.state.sharded import load_sharded, save_sharded
 
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
@@ -52,28 +51,6 @@ def test_it_trains_and_switches_as_plain_under_every_partition(
 
 
 @pytest.mark.parametrize(("optimizer_class", "options"), CLASSES)
-def test_it_is_found_to_be_elementwise(optimizer_class: Any, options: dict[str, Any]) -> None:
-    assert updates_elementwise(optimizer_class, {}, options)
-    assert not couples_parameters(optimizer_class, {}, options)
-
-
-CLOSURES = [
-    official.AdamWScheduleFreeClosure,
-    official.SGDScheduleFreeClosure,
-    official.RAdamScheduleFreeClosure,
-]
-
-
-@pytest.mark.parametrize("optimizer_class", CLOSURES)
-def test_those_that_move_tensors_before_the_closure_are_refused(optimizer_class: Any) -> None:
-    def on_rank(comm: Collectives) -> None:
-        with pytest.raises(ValueError, match="moved a tensor otherwise beside another one"):
-            ZeroRedundancyOptimizer(Tangle().parameters(), optimizer_class, comm)
-
-    virtual.run(on_rank, 2)
-
-
-@pytest.mark.parametrize(("optimizer_class", "options"), CLASSES)
 @pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
 @pytest.mark.parametrize("in_files", [False, True])
 def test_masters_and_state_in_files(
@@ -88,7 +65,8 @@ def test_masters_and_state_in_files(
     def on_rank(comm: Collectives) -> Any:
         model = in_bfloat16()
         optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), optimizer_class, comm, partition=partition, master_dtype=torch.float32,
+            model.parameters(), optimizer_class, comm, partition=partition, elementwise=True,
+            master_dtype=torch.float32,
             state_device=tmp_path if in_files else None, **options,
         )  # fmt: skip
         return run_script(switching, model, optimizer, comm.world_size, comm)
@@ -133,7 +111,13 @@ def test_a_state_saved_in_either_mode_is_the_plain_one_and_loads(
 
     def sharded(comm: Collectives) -> Callable[[nn.Module], Any]:
         return lambda model: ZeroRedundancyOptimizer(
-            model.parameters(), optimizer_class, comm, as_view, partition=partition, **options
+            model.parameters(),
+            optimizer_class,
+            comm,
+            as_view,
+            partition=partition,
+            elementwise=True,
+            **options,
         )
 
     def on_rank(comm: Collectives) -> tuple[Any, Any]:

@@ -284,8 +284,6 @@ def test_state_of_other_shapes_than_the_parameters_is_kept_whole(
 class Annotated(optim.SGD):
     """Keeps numbers, a text, None and a small tensor beside its buffers, as some optimizers do."""
 
-    elementwise = True
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         for group in self.param_groups:
@@ -300,9 +298,11 @@ class Annotated(optim.SGD):
 def test_numbers_texts_none_and_small_tensors_are_kept(tmp_path: Path) -> None:
     expected = unsharded(Annotated, lr=0.1, momentum=0.5)
     assert expected[0]["state"][0]["count"] == 2
-    save_at(3, tmp_path, cls=Annotated, lr=0.1, momentum=0.5, partition="even")
+    save_at(3, tmp_path, cls=Annotated, lr=0.1, momentum=0.5, partition="even", elementwise=True)
     assert_go_on(
-        resume_at(2, tmp_path, cls=Annotated, lr=0.1, momentum=0.5, partition="even"), expected, "annotated"
+        resume_at(2, tmp_path, cls=Annotated, lr=0.1, momentum=0.5, partition="even", elementwise=True),
+        expected,
+        "annotated",
     )
 
 

@@ -1302,7 +1302,6 @@ def test_what_only_one_group_changes_is_named_before_gradients_are_averaged() ->
 
 def test_an_update_that_one_group_has_lost_is_told_to_the_other_groups() -> None:
     class Failing(optim.SGD):
-        elementwise = True
         fails = False
 
         def step(self, closure: Any = None) -> Any:

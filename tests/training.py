@@ -247,9 +247,14 @@ def assert_trains_as_plain(
     make_model: Callable[[], nn.Module] = Tangle,
     groups: Callable[[Any], Any] = lambda model: model.parameters(),
     check_moved: bool = True,
+    elementwise: bool = True,
     **options: Any,
 ) -> None:
-    """See the module's text. `groups(model)` gives the optimizer's `params`."""
+    """See the module's text. `groups(model)` gives the optimizer's `params`.
+
+    Args:
+        elementwise: what is said of a class that is not torch's.
+    """
     for world_size in world_sizes:
         model = make_model()
         before = snapshot(model)
@@ -269,6 +274,7 @@ def assert_trains_as_plain(
                     comm,
                     parameters_as_bucket_view=as_view,
                     partition=partition,
+                    elementwise=elementwise,
                     **options,
                 )
                 return run_script(script, model, optimizer, comm.world_size, comm)
@@ -429,8 +435,6 @@ class CountingReads(TorchDispatchMode):
 
 class Listing(optim.SGD):
     """Keeps a list of its parameters of its own, and steps those."""
-
-    elementwise = True
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)

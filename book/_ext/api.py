@@ -42,7 +42,6 @@ CHAPTER_OF = {
     "zero_ref.even": 3,
     "zero_ref.balanced": 13,
     "zero_ref.newton_schulz_operations": 13,
-    "zero_ref.shard.coupling": 13,
     "zero_ref.ZeroRedundancyOptimizer": 4,
     "zero_ref.ZeroRedundancyOptimizer.add_param_group": 14,
     "zero_ref.shard.local_state": 10,

@@ -7,7 +7,7 @@
 - `start_values`: whether ranks start from equal parameters;
 - `closure`: a closure inside the step;
 - `join`: uneven inputs;
-- `forwarded`: methods of the wrapped class, such as `train` and `eval`, called on all ranks;
+- `forwarded`: `train` and `eval` of the wrapped class, called on all ranks;
 - `whole`: the state of the unsharded optimizer;
 - `gather`: state from shards onto one rank or all;
 - `checkpoint`: what a checkpoint must have to be loaded;

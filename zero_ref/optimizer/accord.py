@@ -57,7 +57,7 @@ class Accord:
         lost: by rank, the error of its local optimizer in an update that other ranks have made. Without an
             alarm each rank knows only its own error.
         uncertain: the reason why this rank must not go on: other ranks may have loaded a state that it has
-            not. Else empty.
+            not, or `train` or `eval` raised on some ranks only. Else empty.
         replicas: the ranks that own the same slices in other groups, with which this rank then compares
             before every update; None if there are no other groups.
         compared: the number of parameters, from the first, whose start values have been compared.
@@ -166,6 +166,14 @@ class Accord:
             f"rank {self.comm.rank} was to {action}, and was cut off while ranks agreed that all can. This "
             "rank has its old state; others may have loaded the new one, and training on would mix the two. "
             "Load a sharded checkpoint with its parameters, or start again."
+        )
+
+    def note_partial_call(self, call: str, failed: Sequence[int]) -> None:
+        """Note that a call of the local optimizer's class raised on these ranks and not on the others."""
+        self.uncertain = (
+            f"rank {self.comm.rank}: {call} of {self.what} raised on ranks {[*failed]} and not on the "
+            "others, so no unsharded optimizer could have these parameters and this state. Load a sharded "
+            "checkpoint with its parameters, or start again."
         )
 
     @contextlib.contextmanager

@@ -6,19 +6,15 @@ written to a file, separately from the entries, so those of a large tensor need 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from zero_ref.plan.partition import Slice
 from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like, flat_view
-from zero_ref.shard.coupling import stepped_in_trial
-from zero_ref.shard.groups import dtype_name, params_of
-from zero_ref.shard.local_class import check_belongs_to_parameters
+from zero_ref.shard.groups import dtype_name
 from zero_ref.shard.owned import OwnedSlice
 
 State = dict[int, dict[str, Any]]
@@ -41,29 +37,6 @@ def pack(owned: Sequence[OwnedSlice], state: Mapping[Any, Mapping[Any, Any]]) ->
             a list, tuple or dict of these).
     """
     return [packed for own in owned for packed in pack_slice(own, plain_state(own, state))]
-
-
-def warn_if_not_saved(
-    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> None:
-    """Try a class that is not torch's, and warn if its state can be neither saved nor moved.
-
-    Args: as `stepped_in_trial`.
-    """
-    if optimizer_class.__module__.startswith("torch.optim."):
-        return
-    optim = stepped_in_trial(optimizer_class, options, defaults)
-    try:
-        if optim is not None:
-            check_belongs_to_parameters(optim)
-            (param,) = params_of(optim.param_groups)
-            pack([OwnedSlice(Slice(0, 0, param.numel()), param, param)], optim.state)
-    except TypeError as error:
-        warnings.warn(
-            f"{optimizer_class.__name__} can be trained, but not saved: "
-            f"consolidate_state_dict and save_sharded will raise, as after a trial: {error}",
-            stacklevel=5,
-        )
 
 
 def plain_state(own: OwnedSlice, state: Mapping[Any, Mapping[Any, Any]]) -> dict[Any, Any]:

@@ -12,14 +12,12 @@ from dataclasses import replace
 
 from zero_ref.comm.agreement import agree, agreement
 from zero_ref.optimizer.accord import facts_of_options
-from zero_ref.optimizer.entries import warn_if_not_saved
-from zero_ref.optimizer.registered import Registered
 from zero_ref.optimizer.whole import Zero
 from zero_ref.plan.choice import loads_under, plan_partition
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.shard.buckets import check_can_be_flattened
 from zero_ref.shard.built import Built
-from zero_ref.shard.checks import check_can_be_sharded, check_is_class, check_updates_apart, facts_of
+from zero_ref.shard.checks import check_can_be_sharded, check_is_class, facts_of
 from zero_ref.shard.groups import (
     ParamGroup,
     ids_in,
@@ -40,25 +38,7 @@ def first_plan(zero: Zero) -> Built:
     check_can_be_sharded(registered.optimizer_class, partition, params, specs)
     if registered.parameters_as_bucket_view:
         check_can_be_flattened(params)
-    _check_apart(registered)
     return Built.of(zero.param_groups, specs, partition, registered.parameters_as_bucket_view)
-
-
-def _check_apart(registered: Registered, first: int = 0) -> None:
-    """Refuse a class whose update of a parameter depends on others, under the options of each group.
-
-    Args:
-        first: the number of the first group to look at.
-    Raises:
-        ValueError: as `check_updates_apart`.
-    Warns:
-        UserWarning: the state of the class can be neither saved nor moved.
-    """
-    # A trial takes time, so make one for all groups with the same options.
-    different = {repr(options): options for options in registered.given[first:]}
-    for options in different.values():
-        check_updates_apart(registered.optimizer_class, options, registered.defaults)
-        warn_if_not_saved(registered.optimizer_class, options, registered.defaults)
 
 
 def facts_of_plan(zero: Zero, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:
@@ -67,6 +47,7 @@ def facts_of_plan(zero: Zero, specs: Sequence[ParamSpec], partition: Partition, 
     own_options = (
         f"{given.optimizer_class.__name__}, parameters_as_bucket_view={given.parameters_as_bucket_view}, "
         f"overlap_with_ddp={given.overlap_with_ddp}, broadcast_dtype={given.broadcast_dtype}, "
+        f"elementwise={given.elementwise}, "
         f"{zero.shard.masters or 'no masters'}, {zero.shard.place_of_state or 'state beside parameters'}"
     )
     return [own_options, *facts_of(zero.param_groups, specs, partition, first)]
@@ -83,8 +64,8 @@ def _rebuild(zero: Zero, partition: Partition) -> None:
 
 
 def _specs(zero: Zero) -> list[ParamSpec]:
-    """The specs of the current parameters; groups that were planned as whole parameters stay whole."""
-    return specs_of(zero.param_groups, {spec.group for spec in zero.built.specs if spec.whole})
+    """The specs of the current parameters; if they were planned as whole ones, they stay whole."""
+    return specs_of(zero.param_groups, any(spec.whole for spec in zero.built.specs))
 
 
 def follow_parameters(zero: Zero) -> None:
@@ -150,7 +131,6 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
             if zero.registered.parameters_as_bucket_view:
                 shard.check_keeps_no_views("add a parameter group")
             zero.register(param_group)
-            _check_apart(registered, first=count)
 
             # 2. Earlier parameters keep their owners; new ones go to lightly loaded ranks.
             rule = registered.rule_for_later

@@ -1,7 +1,7 @@
 """The class, the groups and the options that the user has given an optimizer, and the rule for owners.
 
 The constructor of `stairs/owners.py` only passes them on. Here they are kept for later: groups may be added,
-owners may change, and the wrapped class may be tried on small tensors.
+and owners may change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zero_ref.plan.choice import Choice, may_cut
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.shard.checks import groups_kept_whole
+from zero_ref.shard.checks import stays_whole
 from zero_ref.shard.groups import (
     ParamGroup,
     difference,
@@ -34,12 +34,11 @@ class Registered:
     Args:
         optimizer_class, defaults: the class of the local optimizer, and the options of its constructor.
         choice: the rule for owners, or the owners.
-        parameters_as_bucket_view, overlap_with_ddp, broadcast_dtype: as the constructor's.
+        parameters_as_bucket_view, overlap_with_ddp, broadcast_dtype, elementwise: as the constructor's.
 
     Attributes:
         given: for each group the options that the user gave, without its parameters.
         listed: for each group the `id` of each parameter.
-        tried: the names of methods that work on shards, as a trial has shown.
     """
 
     optimizer_class: type[Optimizer]
@@ -48,9 +47,9 @@ class Registered:
     parameters_as_bucket_view: bool
     overlap_with_ddp: bool
     broadcast_dtype: torch.dtype | None
+    elementwise: bool | None
     given: list[ParamGroup] = field(default_factory=list)
     listed: list[list[int]] = field(default_factory=list)
-    tried: set[str] = field(default_factory=lambda: {"train", "eval"})
 
     @property
     def rule_for_later(self) -> Choice:
@@ -59,8 +58,7 @@ class Registered:
 
     def specs_for(self, choice: Choice, param_groups: Sequence[ParamGroup]) -> list[ParamSpec]:
         """The specs of the current parameters, for a partition by the rule `choice`."""
-        whole = groups_kept_whole(self.given, self.optimizer_class, self.defaults, tried=may_cut(choice))
-        return specs_of(param_groups, whole)
+        return specs_of(param_groups, stays_whole(self.optimizer_class, self.elementwise, may_cut(choice)))
 
     def check_listed(self, param_groups: Sequence[ParamGroup], rank: int) -> None:
         """Refuse parameter groups that list other parameters than these, or in another order.

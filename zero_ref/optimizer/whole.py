@@ -7,6 +7,8 @@ ranks refuse a state that does not fit, and a load that fails leaves the optimiz
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from traceback import walk_stack
@@ -23,7 +25,6 @@ from zero_ref.optimizer.entries import State, pack
 from zero_ref.optimizer.gather import consolidate
 from zero_ref.optimizer.registered import Registered
 from zero_ref.shard.built import Built
-from zero_ref.shard.coupling import switch, trial
 from zero_ref.shard.gradients import Backward
 from zero_ref.shard.groups import ParamGroup, params_of, replace_options
 from zero_ref.shard.local_class import is_known, keys_beside_state
@@ -37,6 +38,23 @@ def _is_asked_by_torchs_setter() -> bool:
     If it gets no keys, it fails with "Expected device to be set" (torch 2.13; tests/ranks/test_dcp.py).
     """
     return any(frame.f_code.co_name == "_load_optim_state_dict" for frame, _ in walk_stack(None))
+
+
+_ONE_AT_A_TIME = threading.Lock()  # set_stance is global, and virtual ranks are threads
+
+
+@contextlib.contextmanager
+def _trial() -> Iterator[None]:
+    """Run one trial at a time, on the CPU whatever the default device, without effect on random numbers."""
+    # Compiling a function for a trial would be slow. If torch._dynamo was not imported, nothing was compiled
+    # yet, and importing it would be slow too.
+    uncompiled = (
+        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules
+        else contextlib.nullcontext()
+    )
+    with _ONE_AT_A_TIME, uncompiled, torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        yield
 
 
 class Zero(Protocol):
@@ -164,9 +182,10 @@ class WholeState:
             return small
 
         # The number of elements does not change the keys, but the number of dimensions may.
-        with trial():
+        with _trial():
             optim = self._optimizer_of(stand_in)
-            switch(optim, "train")
+            # A schedule-free optimizer steps after `train()`.
+            getattr(optim, "train", lambda: None)()
             optim.step()
         masters = self.zero.shard.masters
         return [

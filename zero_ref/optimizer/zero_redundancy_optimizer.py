@@ -58,10 +58,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Args:
         params: an iterable of parameters, of dicts (parameter groups) or of `named_parameters()`.
-        optimizer_class: the class to shard, which must update each parameter by itself. For two classes, such
-            as Muon for matrices and AdamW for the rest, construct two optimizers. Public methods that torch's
-            `Optimizer` lacks, such as `train` and `eval` of a schedule-free optimizer, are methods here too:
-            all ranks call them together, and the parameters that they write are sent to all ranks.
+        optimizer_class: the class to shard, which must update each parameter by itself: nothing checks that a
+            class which is not torch's does. For two classes, such as Muon for matrices and AdamW for the
+            rest, construct two optimizers. If the class has `train` and `eval`, as a schedule-free optimizer,
+            they are methods here too: all ranks call them together, and the parameters that they write are
+            sent to all ranks. No other method is.
         process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
         parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
             message for each owner, not one for each parameter, and (without masters) steps adjacent small
@@ -75,6 +76,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             stay whole), "equal_shares" (1/N of each range of parameters, for ShardedDataParallel, with one
             all-gather for each range), "balanced" (as "even", but whole parameters are balanced by the
             operations of Muon's step), a function, lists of parameter numbers for each rank, or a Partition.
+        elementwise: for a class that is not one of torch's own, whether it updates each element by itself,
+            so that a partition may cut its parameters; False keeps them whole. None raises if the partition
+            cuts. torch's own classes are known, whatever it says.
         broadcast_dtype: send new parameters in this dtype, such as torch.bfloat16, to halve the bytes sent.
             The owner keeps its unrounded values and other ranks get rounded ones, so ranks no longer hold
             equal values. With torch.float16, a step waits for the GPU to check for values beyond 65504.
@@ -106,11 +110,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Raises:
         TypeError, ValueError: as torch's optimizers, for wrong `params` or options; also if the partition
-            does not suit the optimizer, a parameter is sharded already (DTensor, FSDP), or the optimizer's
-            update of a parameter depends on other parameters. If one rank raises, or ranks pass different
-            arguments, all raise.
-    Warns:
-        UserWarning: a trial has shown that the state of a class can be neither saved nor moved.
+            does not suit the optimizer, or a parameter is sharded already (DTensor, FSDP). If one rank
+            raises, or ranks pass different arguments, all raise.
 
     Collective: all ranks of the group construct it together.
     Cost: one all-gather of 32 bytes. The values from which ranks start are compared in the first step. With
@@ -131,6 +132,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         *,
         partition: Choice = "sorted_greedy",
+        elementwise: bool | None = None,
         broadcast_dtype: torch.dtype | None = None,
         master_dtype: torch.dtype | None = None,
         rounding: str = "nearest",
@@ -145,7 +147,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.backward = Backward()
         self.arriving: Arriving | None = None
         self.registered = Registered(
-            optimizer_class, defaults, partition, parameters_as_bucket_view, overlap_with_ddp, broadcast_dtype
+            optimizer_class,
+            defaults,
+            partition,
+            parameters_as_bucket_view,
+            overlap_with_ddp,
+            broadcast_dtype,
+            elementwise,
         )
         self.whole = WholeState(self)
 

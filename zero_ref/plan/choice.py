@@ -113,14 +113,12 @@ def _inner(rule: Choice) -> Choice:
 
 
 def may_cut(choice: Choice) -> bool:
-    """Return whether the chosen rule or assignment may cut a parameter.
+    """Return whether the choice is a rule that cuts parameters.
 
     >>> may_cut("even"), may_cut("sorted_greedy")
     (True, False)
     """
-    if isinstance(choice, Partition):
-        return not choice.is_whole
-    return getattr(_inner(rule_named(choice)), "partition_cuts", True)
+    return getattr(_inner(rule_named(choice)), "partition_cuts", False)
 
 
 def loads_under(choice: Choice, partition: Partition, params: Sequence[ParamSpec]) -> tuple[float, ...]:

@@ -9,14 +9,12 @@
 - `merged`: small neighbours stepped as one tensor;
 - `local_class`: whether its class is torch's, and its state that of parameters;
 - `offload`: the shard on the CPU or in files;
-- `foreign`: what classes that are not torch's may do in a step;
+- `foreign`: the step of classes that are not torch's;
 - `buckets`: flat tensors whose windows are the parameters, and their broadcasts;
 - `arriving`: new parameters that arrive during the next forward;
 - `gradients`: where gradients are, and what may be done with them;
 - `local_state`: the state of a parameter, for a program that asks for it;
 - `subclasses`: tensor subclasses and lists of a state, taken apart to be sent;
 - `checks`: whether an optimizer and its parameters can be sharded;
-- `coupling`: whether it updates each parameter, and each element, by itself;
-- `digests`: whether values are equal on all ranks;
-- `methods`: methods that a class has beyond those of torch's `Optimizer`.
+- `digests`: whether values are equal on all ranks.
 """

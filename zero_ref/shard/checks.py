@@ -9,48 +9,47 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain, pairwise
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.shard.buckets import flat_view
-from zero_ref.shard.coupling import couples_parameters, updates_elementwise
 from zero_ref.shard.groups import (
     ParamGroup,
     describe_options,
     name_of,
-    options_of,
     params_of,
 )
 
-ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    {
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
-"""Optimizers that treat each element by itself, so that a parameter may be cut anywhere."""
+ELEMENTWISE: dict[type[Optimizer], bool] = {
+    torch.optim.ASGD: True,
+    torch.optim.Adadelta: True,
+    torch.optim.Adafactor: False,
+    torch.optim.Adagrad: True,
+    torch.optim.Adam: True,
+    torch.optim.AdamW: True,
+    torch.optim.Adamax: True,
+    torch.optim.LBFGS: False,
+    torch.optim.Muon: False,
+    torch.optim.NAdam: True,
+    torch.optim.RAdam: True,
+    torch.optim.RMSprop: True,
+    torch.optim.Rprop: True,
+    torch.optim.SGD: True,
+    torch.optim.SparseAdam: False,
+}
+"""For each of torch's optimizers, whether it updates each element by itself, so that a parameter may be cut.
+
+A subclass is not in the table, since its `step` may do anything.
+"""
 
 
 def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
-    """Return whether the class is in `ELEMENTWISE` or sets `elementwise = True`, which subclasses inherit.
-
-    A subclass of a class in `ELEMENTWISE` does not count, since its `step` may do anything.
-    """
-    return optimizer_class in ELEMENTWISE or bool(getattr(optimizer_class, "elementwise", False))
+    """Return whether this is one of torch's classes that update each element by itself."""
+    return ELEMENTWISE.get(optimizer_class, False)
 
 
 def check_is_class(optimizer_class: object) -> None:
@@ -83,18 +82,17 @@ def check_can_be_sharded(
     Args:
         optimizer_class: the class of the local optimizer.
     Raises:
-        ValueError: a parameter is split whose optimizer uses shapes; a parameter has gaps in memory, shares
-            memory with another, or is sharded already (a DTensor).
+        ValueError: a parameter is split whose optimizer may use shapes; a parameter has gaps in memory,
+            shares memory with another, or is sharded already (a DTensor).
     """
     # 1. A parameter whose optimizer uses its shape has one owner.
     for number, (spec, pieces) in enumerate(zip(specs, partition.pieces_of_param, strict=True)):
         if spec.whole and len(pieces) > 1:
-            of_class = optimizer_class.__name__
             raise ValueError(
-                f"{of_class} may look at a parameter's shape, and this partition splits parameter "
-                f'{name_of(specs, number)}. Use partition="even", which keeps such parameters whole, or, if '
-                "the optimizer treats each element by itself in spite of the trial, set "
-                f"{of_class}.elementwise = True."
+                f"{optimizer_class.__name__} may look at a parameter's shape, and this partition splits "
+                f'parameter {name_of(specs, number)}. Use partition="even", which keeps such parameters '
+                "whole, or, for a class that is not torch's and treats each element by itself, pass "
+                "elementwise=True."
             )
     # 2. Each rank has all elements of each parameter, and they fill a range of memory that can be cut.
     for number, param in enumerate(params):
@@ -107,50 +105,26 @@ def check_can_be_sharded(
     _check_memory_is_apart(params, specs)
 
 
-def groups_kept_whole(
-    groups: Sequence[ParamGroup], optimizer_class: type[Optimizer], defaults: Mapping[str, Any], tried: bool
-) -> set[int]:
-    """Find the groups whose parameters must not be cut; return their numbers.
+def stays_whole(optimizer_class: type[Optimizer], elementwise: bool | None, cuts: bool) -> bool:
+    """Return whether the parameters of this class must not be cut.
+
+    >>> stays_whole(torch.optim.AdamW, None, cuts=True), stays_whole(torch.optim.Muon, None, cuts=True)
+    (False, True)
 
     Args:
-        groups: the options that the user gave for each.
-        optimizer_class, defaults: the class, and the options of its constructor.
-        tried: find out by a trial whether a class that is neither torch's nor declared is elementwise.
-    """
-
-    if is_elementwise(optimizer_class):
-        return set()
-    # torch's classes outside ELEMENTWISE use shapes, and `elementwise = False` says so: no trial.
-    if (
-        hasattr(optimizer_class, "elementwise")
-        or optimizer_class.__module__.startswith("torch.optim.")
-        or not tried
-    ):
-        return set(range(len(groups)))
-    return {
-        index
-        for index, group in enumerate(groups)
-        if not updates_elementwise(optimizer_class, options_of(group), defaults)
-    }
-
-
-def check_updates_apart(
-    optimizer_class: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> None:
-    """Refuse an optimizer whose update of a parameter, under these options, depends on other parameters.
-
+        elementwise: what the user says about a class that is not torch's: whether it updates each element by
+            itself; None if the user has said nothing.
+        cuts: the partition is made by a rule that cuts parameters.
     Raises:
-        ValueError: a trial showed that it does. torch's optimizers and elementwise ones are not tried.
+        ValueError: the rule cuts, and the user has said nothing about a class that is not torch's.
     """
-    known = optimizer_class.__module__.startswith("torch.optim.") or is_elementwise(optimizer_class)
-    if not known and couples_parameters(optimizer_class, options, defaults):
+    if cuts and elementwise is None and optimizer_class not in ELEMENTWISE:
         raise ValueError(
-            f"{optimizer_class.__name__} moved a tensor otherwise beside another one than by itself: it "
-            "computes something from all parameters together, such as a norm or a learning rate, or skips "
-            "all updates if one gradient is not finite. On shards, where each rank has other parameters, "
-            "that would be another algorithm. Use an optimizer that updates each parameter by itself, or "
-            "turn that off in its options."
+            f"this partition cuts parameters, and {optimizer_class.__name__} is not one of torch's own "
+            "classes, so only you know whether it updates each element by itself. Pass elementwise=True if "
+            "it does, or elementwise=False to keep its parameters whole."
         )
+    return not ELEMENTWISE.get(optimizer_class, bool(elementwise))
 
 
 def _check_is_held_whole(specs: Sequence[ParamSpec], number: int, param: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,11 +17,11 @@ PARAM_KEYS = ("params", "param_names")
 """The entries of a parameter group that are not options."""
 
 
-def specs_of(param_groups: Sequence[ParamGroup], whole: Container[int] = ()) -> list[ParamSpec]:
+def specs_of(param_groups: Sequence[ParamGroup], whole: bool = False) -> list[ParamSpec]:
     """Make the ParamSpec of each parameter, in registration order.
 
     Args:
-        whole: the numbers of the groups whose parameters must not be cut.
+        whole: the parameters must not be cut.
     """
     return [
         ParamSpec(
@@ -32,7 +32,7 @@ def specs_of(param_groups: Sequence[ParamGroup], whole: Container[int] = ()) -> 
             trainable=param.requires_grad,
             name=name,
             shape=tuple(param.shape),
-            whole=index in whole,
+            whole=whole,
         )
         for index, group in enumerate(param_groups)
         for param, name in zip(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -22,9 +21,8 @@ from torch.utils._pytree import tree_map
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.shard.buckets import kept_view
 from zero_ref.shard.built import Built
-from zero_ref.shard.foreign import ForeignStep
 from zero_ref.shard.groups import ParamGroup, loaded_options
-from zero_ref.shard.local_class import check_belongs_to_parameters, is_known
+from zero_ref.shard.local_class import check_belongs_to_parameters
 from zero_ref.shard.local_state import LocalStates, StateOfParameters
 from zero_ref.shard.merged import CONTAINERS
 from zero_ref.shard.offload import StatePlace
@@ -52,7 +50,6 @@ class Shard:
         copies: the owned slices whose local tensors are copies.
         optim: the local optimizer.
         steppers: the objects that step the slices.
-        foreign: watches what classes that are not torch's do in a step.
     """
 
     def __init__(
@@ -74,7 +71,6 @@ class Shard:
             [{**given, "params": params} for given, params in zip(groups, local, strict=True)], **defaults
         )
         self._merge = merge and place is None
-        self.foreign = ForeignStep(rank)
         self._used: set[int] = set()  # numbers of the parameters whose local tensors have had a gradient
         self.built = built
         self.replace_state(self.optim.state)
@@ -133,50 +129,32 @@ class Shard:
         """Call the user's closure inside the step of the local optimizer, then set the new gradients."""
         # 1. The user's code must see its own gradients, and the values that the class has made so far.
         self.steppers.chosen.restore_gradients()
-        with self.foreign.user_code():
-            # A class may change its parameters before it calls the closure. Publish only the changed ones: a
-            # write would invalidate an autograd graph that was made before the step.
-            changed = self.copies.changed()
-            trained = [own for own in self.copies.slices if own.param.requires_grad]
-            self.copies.publish((own for own in trained if own.piece.param in changed), self.optim.state)
-            self.copies.note_versions()
-            # 2. Call it. It may change parameters, too.
-            loss = closure()
-            self.copies.follow_parameters()
+        self.steppers.restore_memory()
+        # A class may change its parameters before it calls the closure. Publish only the changed ones: a
+        # write would invalidate an autograd graph that was made before the step.
+        changed = self.copies.changed()
+        trained = [own for own in self.copies.slices if own.param.requires_grad]
+        self.copies.publish((own for own in trained if own.piece.param in changed), self.optim.state)
+        self.copies.note_versions()
+        # 2. Call it. It may change parameters, too.
+        loss = closure()
+        self.copies.follow_parameters()
         # 3. Set all gradients at once: the class goes on with its step when this returns.
         source = GradientSource(by_slice=parts())
         self._check_can_be_cut(source)
         self.steppers.chosen.set_gradients(source, at_once=True)
         return loss
 
-    def call(
-        self,
-        name: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        parts: Parts,
-    ) -> Any:
-        """Call a method of the local optimizer's class while the local tensors have their gradients.
+    def call(self, name: str) -> Any:
+        """Call a method of the local optimizer's class, such as `eval`.
 
-        Args:
-            name, args, kwargs: the method, and its arguments.
-            parts: as `GradientSource.by_slice`.
         Returns:
             What the method returns.
         """
-        # A method is no step: copies that only get a gradient for it do not count as stepped.
-        used = set(self._used)
-        # The method looks for each tensor in the groups, so nothing is merged during the call.
-        self.steppers.unmerge()
         try:
-            is_torchs = is_known(self.optim)
-            with nullcontext() if is_torchs else self.foreign.watched(f"{name}()", always=True):
-                self.steppers.alone.set_gradients(GradientSource(by_slice=parts), at_once=True)
-                return getattr(self.optim, name)(*args, **kwargs)
+            return getattr(self.optim, name)()
         finally:
-            self.steppers.alone.restore_gradients()
-            self._used.clear()
-            self._used |= used
+            self.steppers.restore_memory()
 
     def publish_written(self, numbers: set[int]) -> None:
         """Round the copies of these parameters, also of frozen ones, into the parameters."""
@@ -231,7 +209,6 @@ class Shard:
             self.owned,
             self.copies,
             self.optim,
-            self.foreign,
             transfer=self.place_of_state or Casts(),
             used=self._used,
             merge=self._merge,

@@ -352,7 +352,6 @@ class Steppers:
         owned: the slices.
         copies: the slices whose local tensors are copies.
         optim: the local optimizer.
-        foreign: watches the local optimizer's steps, if its class is not torch's.
         transfer, used: as `CopyStepper`.
         merge: step neighbours in memory as one tensor, if their class is elementwise.
         in_ranges: ranks own equal shares of ranges of parameters.
@@ -368,7 +367,6 @@ class Steppers:
         owned: Sequence[OwnedSlice],
         copies: Copies,
         optim: Optimizer,
-        foreign: ForeignStep,
         *,
         transfer: Casts | StatePlace,
         used: set[int],
@@ -383,19 +381,16 @@ class Steppers:
         in_share = [own.local for own in trained if in_ranges and not own.is_copy]
         self.shares = MergedSlices(optim, dict(zip(in_share, in_share)))
         runs = [*self.small.runs, *self.shares.runs]
-        # 2. Watch a class that is not torch's.
-        local: Optimizer | ForeignStep = optim
-        if not is_known(optim):
-            local = foreign
-            foreign.watch(optim, [*(own.local for own in owned), *(run.whole for run in runs)])
+        # 2. A class that is not torch's may give tensors other memory.
+        self._foreign = None if is_known(optim) else ForeignStep(optim, (own.local for own in owned))
         # 3. Choose the stepper.
-        self.alone = _unmerged_stepper(owned, local, copies, optim, transfer, used)
+        self.alone = _unmerged_stepper(owned, self._foreign or optim, copies, optim, transfer, used)
         self.chosen: AnyStepper = MergedStepper(self.alone, self.small, self.shares) if runs else self.alone
 
-    def unmerge(self) -> None:
-        """Give each neighbour a step counter of its own, before a method sees it by itself."""
-        self.small.unshare()
-        self.shares.unshare()
+    def restore_memory(self) -> None:
+        """Undo that a class which is not torch's has given tensors other memory."""
+        if self._foreign is not None:
+            self._foreign.restore_memory()
 
     def dissolve(self) -> None:
         """Step each neighbour by itself from now on."""
