@@ -1,6 +1,6 @@
 """The book's graders: `check("partition.largest_first", largest_first)` says what is wrong with an answer.
 
-One module a chapter holds the graders of its exercises, in the reader's terms; here is what they share.
+Each chapter has one module with the graders of its exercises; this module has the parts that all of them use.
 A grader is a function that takes the reader's function, calls it, asserts, and returns the line to print:
 
     @exercise("partition.largest_first")
@@ -9,15 +9,15 @@ A grader is a function that takes the reader's function, calls it, asserts, and 
         assert owners == [0, 1, 1, 0], "..."
         return "3 models on 1 to 1,024 ranks"
 
-What it is given is an `Answer`, so it need not care for answers that raise, hang or return nothing. It may
-send it to ranks inside any function that runs there: `on_ranks` of `_company` has real ones, where a
-`Company` tells ranks that would wait for each other, and `on_virtual_ranks` has threads of one process.
+The grader is given an `Answer`, so it need not care for functions that raise, hang or return nothing. It may
+send the `Answer` to ranks: `on_ranks` of `_company` has real ones, where a `Company` raises if ranks would
+wait for each other, and `on_virtual_ranks` has threads of one process.
 
-An exercise registered with `draws=` has a picture: the grader hands what it found and what is right to
+An exercise registered with `draws=` has a picture: the grader hands the answer's value and the right one to
 `answer.shows`, and in a notebook `check` draws both.
 
-`notebook.check_notebook` grades a whole notebook file, `grading.grade_class` those of a class. There each
-answer is checked in a process of its own.
+`notebook.check_notebook` grades a whole notebook file, `grading.grade_class` the notebooks of a class. Both
+check each answer in a process of its own.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ CHAPTERS = (
     "rpc",
     "museum",
 )
-"""The modules with graders, in the order in which the chapters are read. A new chapter adds its name."""
+"""The modules with graders, in the order of the chapters. A new chapter adds its name."""
 
 
 class _Short:
-    """An exception that a notebook shows as its message: the reader's own line is in it, the rest is ours."""
+    """An exception that a notebook shows without the traceback; its message quotes the reader's own line."""
 
     def _render_traceback_(self) -> list[str]:  # what IPython asks an exception for
         return [f"{type(self).__name__}: {self}"]
@@ -115,11 +115,11 @@ def check(name: str, answer: Callable[..., Any], seed: int = 0) -> None:
 
 
 def picture_of(name: str, answer: object, passed: bool) -> Drawing | None:
-    """An answer that was graded beside the right one; None where there is nothing to draw.
+    """The picture of a graded answer beside the right one; None where there is nothing to draw.
 
     Args:
         answer: an `Answer`, after `grade`.
-        passed: whether it was right. The picture has the first case then, and otherwise the one that failed.
+        passed: the answer was right: the picture has the first case. Otherwise it has the case that failed.
     """
     draws = _exercise_named(name).draws
     if draws is None or not isinstance(answer, Answer) or not answer.shown:
@@ -128,7 +128,7 @@ def picture_of(name: str, answer: object, passed: bool) -> Drawing | None:
 
 
 def _show_in_notebook(name: str, answer: object, passed: bool) -> None:
-    """Display the picture of an answer under the cell. A terminal has no place for one."""
+    """Display the picture of an answer under the cell; in a terminal, do nothing."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     if getattr(shell, "kernel", None) is None:
@@ -148,7 +148,7 @@ def exercises() -> list[str]:
 
 
 def function_of(name: str) -> str:
-    """Return what the function is called that an exercise in `exercises()` asks for.
+    """Return the name of the function that an exercise in `exercises()` asks for.
 
     >>> function_of("partition.even_split"), function_of("step.step_in_slices")
     ('even_split', 'step')
@@ -202,8 +202,8 @@ def exercise(
         seconds: that one call of the answer may take, times `patience()`.
         may_return_none: the answer works in place, so None is not a forgotten `return`.
         on_ranks: the grader starts real ranks; its tests then run one after another.
-        function: what the reader's function is called, where that is not the exercise's own name.
-        draws: makes a picture of what the grader hands to `Answer.shows`; one of `_pictures`.
+        function: the name of the reader's function, where it differs from the exercise's.
+        draws: makes a picture from the arguments of `Answer.shows`; a function of `_pictures`.
     """
 
     def register(grader: Grader) -> Grader:
@@ -215,20 +215,20 @@ def exercise(
 
 
 class Answer:
-    """A reader's function as a grader calls it: whatever goes wrong in it is an `ExerciseFailed`.
+    """A reader's function, which a grader can call: any error in it becomes an `ExerciseFailed`.
 
-    The message says with which arguments it was called. Can be sent to ranks, where it does the same.
+    The message gives the arguments of the call. An `Answer` can be sent to ranks, where it does the same.
 
     Args:
-        function: the reader's.
+        function: the reader's function.
         seconds, may_return_none: as in `exercise`.
 
     Attributes:
         function: the bare function.
-        name: what the reader called it.
+        name: the reader's name of the function.
         seed: 0 for the cases that everybody can read in the grader; any other adds cases drawn from it, which
             decide over marks. See `drawn`.
-        shown: what the grader has handed to `shows`, the first time and the last time.
+        shown: the arguments of the first and of the last call of `shows`.
     """
 
     seed = 0
@@ -243,17 +243,17 @@ class Answer:
         self.name: str = getattr(function, "__name__", type(function).__name__)
 
     def limited(self, seconds: float, may_return_none: bool, seed: int) -> Answer:
-        """This answer, called as an exercise says."""
+        """Return this answer with the limits of an exercise."""
         limited = Answer(self.function, seconds, may_return_none)
         limited.seed, limited.shown = seed, self.shown
         return limited
 
     def shows(self, *what: Any) -> None:
-        """Keep what a picture of this answer is made of, in the case that the grader is about to judge."""
+        """Keep the values for a picture of this answer, in the case that the grader is about to judge."""
         self.shown[1:] = [what]
 
     def drawn(self, case: Callable[[random.Random], T], count: int = 8) -> list[T]:
-        """Cases that nobody knows beforehand: none for seed 0, else `count` that are drawn from the seed."""
+        """Cases that nobody knows beforehand: none for seed 0, else `count`, drawn from the seed."""
         return [case(random.Random(f"{self.seed} {number}")) for number in range(count if self.seed else 0)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -291,7 +291,7 @@ class Answer:
         return f"{text} (line {line}: {source})" if source else text
 
     def _raised_itself(self, trace: TracebackType | None) -> bool:
-        """Not in a library that it called: torch raises NotImplementedError too."""
+        """Whether the answer itself raised, not a library that it called: torch has the same exception."""
         return [frame.tb_frame.f_code.co_filename for frame in _frames(trace)][-1] == self._filename
 
     @property
@@ -301,7 +301,7 @@ class Answer:
 
 
 def grade(name: str, answer: object, seed: int = 0) -> str:
-    """What `check` does, returning the line instead of printing it.
+    """Grade an answer like `check`, but return the line instead of printing it.
 
     Args:
         answer: a function, or an `Answer`.
@@ -338,7 +338,7 @@ def _exercise_named(name: str) -> _Exercise:
 
 
 def call_text(name: str, *args: object, **kwargs: object) -> str:
-    """A call as a reader would write it, long arguments shortened.
+    """A call as code, its long arguments shortened.
 
     >>> call_text("largest_first", [6, 5, 4, 1], world_size=2)
     'largest_first([6, 5, 4, 1], world_size=2)'
@@ -350,7 +350,7 @@ def call_text(name: str, *args: object, **kwargs: object) -> str:
 
 @contextlib.contextmanager
 def in_words(words: str, answer: Answer, *args: object) -> Iterator[None]:
-    """Around a call of an answer whose arguments would fill a page: messages say the call in these words."""
+    """A context for a call whose arguments would fill a page: messages describe them in these words."""
     call = call_text(answer.name, *args)  # before the call: it may change its arguments
     try:
         yield
@@ -375,15 +375,15 @@ _shorten.maxstring = _shorten.maxother = 80
 
 
 class _TooLong(BaseException):
-    """Not an Exception, so that an answer's own `except Exception` does not swallow it."""
+    """The time is up. Not an Exception, so that an answer's own `except Exception` does not catch it."""
 
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise _TooLong in the body after so many seconds.
 
-    By a signal, which only a main thread receives and Windows does not have. Without it a loop that never
-    ends is ended with the notebook's stop button, or by `check_notebook`, which ends the whole process.
+    It uses a signal, which only a main thread receives and Windows does not have. Without the signal, an
+    endless loop goes on until the notebook's stop button, or until `check_notebook` ends the whole process.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield

@@ -29,7 +29,7 @@ BACKWARD_AND_STEP = f"a backward and {CLASS}.step()"
 
 
 def _laid_out_by_columns(value: torch.Tensor) -> torch.Tensor:
-    """The same values; a matrix has the strides of a transposed one."""
+    """Return a tensor with the same values; a matrix gets the strides of a transposed one."""
     return value.t().contiguous().t() if value.dim() == 2 else value
 
 
@@ -95,7 +95,7 @@ class Beside:
                 raise NotYet(f"{CLASS} has no `{name}`.")
 
     def gradients(self, step: int, of_rank: int | None = None) -> list[torch.Tensor]:
-        """Of a step, on a rank, or averaged over all: whole numbers, exact in 16 bits."""
+        """The gradients of a step, of one rank or averaged over all: whole numbers, exact in 16 bits."""
         if of_rank is None:
             of_ranks = zip(*(self.gradients(step, rank) for rank in range(self.world_size)), strict=True)
             return [torch.stack(each).sum(0) / self.world_size for each in of_ranks]
@@ -106,11 +106,11 @@ class Beside:
         ]
 
     def step_package(self, step: int, without: Sequence[int] = ()) -> None:
-        """The package's step on the averaged gradients."""
+        """Make the package's step on the averaged gradients of a step."""
         self.update_package(self.gradients(step), without)
 
     def update_package(self, gradients: Sequence[torch.Tensor], without: Sequence[int] = ()) -> None:
-        """The package's step on these gradients."""
+        """Make the package's step on these gradients."""
         for number, (twin, gradient) in enumerate(zip(self.twins, gradients)):
             twin.grad = None if number in without else gradient
         self.package.step()
@@ -118,15 +118,15 @@ class Beside:
             values.insert(0, twin.detach().clone())
 
     def backward(self, step: int, without: Sequence[int] = (), measures: bool = False) -> list[int]:
-        """On this rank's own gradients: the reader's hooks average them.
+        """Run a backward that gives this rank's own gradients; the reader's hooks average them.
 
         Returns:
-            If it measures: what `OwnFile.backward` says.
+            The numbers of bytes that `OwnFile.backward` returns if it measures.
         """
         return self.own.backward(self.gradients(step, self.rank), without, measures)
 
     def forget(self) -> None:
-        """As before each backward: no gradients."""
+        """Set all gradients to None, as before each backward."""
         for param in self.params:
             param.grad = None
         if hasattr(self.mine, "zero_grad"):
@@ -134,7 +134,7 @@ class Beside:
                 self.mine.zero_grad()
 
     def step_mine(self, step: int, without: Sequence[int] = ()) -> None:
-        """The reader's, likewise."""
+        """Make the reader's step on the averaged gradients of a step."""
         if self.reduces:
             self.forget()
             with self.company.running(BACKWARD_AND_STEP):
@@ -147,13 +147,13 @@ class Beside:
             self.mine.step()
 
     def both(self, step: int) -> None:
-        """A step of both, and all parameters compared."""
+        """Make a step of both optimizers and compare all parameters."""
         self.step_mine(step)
         self.step_package(step)
         self.compare(step)
 
     def ages(self) -> list[Ages]:
-        """For each rank how old its parameters are."""
+        """The ages of the parameters on each rank."""
         return gathered([_age(param, values) for param, values in zip(self.params, self.values_of_twins)])
 
     def compare(self, step: int, last: int = STEPS) -> None:
@@ -188,11 +188,11 @@ class Beside:
         return local
 
     def pieces(self) -> list[torch.Tensor]:
-        """What the local optimizer steps on this rank."""
+        """The tensors that the local optimizer steps on this rank."""
         return [piece for group in self.local.param_groups for piece in group["params"]]
 
     def check_owned(self) -> None:
-        """The ranks step what they own: whole parameters by `assign_owners`, or equal shares.
+        """Check that each rank steps what it owns: whole parameters by `assign_owners`, or an equal share.
 
         Collective: all ranks.
         """
@@ -209,18 +209,18 @@ class Beside:
                 )
 
     def cuts(self) -> bool:
-        """Whether what the ranks step is not all parameters, each of them whole. Collective: all ranks."""
+        """Whether the ranks step anything else than all parameters, each whole. Collective: all ranks."""
         found = gathered([piece.numel() for piece in self.pieces()])
         whole = [value.numel() for value in self.start]
         return sorted(numel for of_rank in found for numel in of_rank) != sorted(whole)
 
     @property
     def share(self) -> int:
-        """The elements of an equal share; the last rank may own less."""
+        """The number of elements in an equal share; the last rank may own less."""
         return -(-sum(value.numel() for value in self.start) // self.world_size)
 
     def check_equal_shares(self) -> None:
-        """Where parameters are cut: the ranks step each element once, and none of them more than 1/N."""
+        """Check that the ranks step all elements of the cut parameters, and no rank more than 1/N of them."""
         numels = gathered(sum(piece.numel() for piece in self.pieces()))
         total = sum(value.numel() for value in self.start)
         share = self.share
@@ -238,7 +238,7 @@ class Beside:
             )
 
     def state(self) -> dict[int, dict[str, Any]]:
-        """What the reader's local optimizer keeps on this rank, by number of parameter; -1 is nobody's."""
+        """The state of the reader's local optimizer, by number of parameter; below 0 if it is of none."""
         numbers = {id(param): number for number, param in enumerate(self.params)}
         places = {(param.data_ptr(), param.shape): number for number, param in enumerate(self.params)}
         return {

@@ -1,4 +1,4 @@
-"""What the graders of plain functions share: the form of an answer, a table of cases, the names of mistakes.
+"""Parts for graders of plain functions: the form of an answer, a table of cases, the names of mistakes.
 
     check_cases(
         answer,
@@ -8,8 +8,8 @@
         mistakes={"Place the largest first.": in_the_given_order},
     )
 
-A mistake has a name if a wrong function makes it too: what that function returns is then what the answer
-returned, in every case. What one case alone can tell is said by `otherwise`.
+A mistake is a wrong function with a name. The message gives that name if the wrong function returns in every
+case what the answer returned. If none does, `otherwise` makes the message from one case alone.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from zero_ref_course import Answer, call_text, shown
 
 
 class Form(NamedTuple):
-    """What an answer must return: `fits` tells whether a value is that, `words` say so to whoever did not."""
+    """The form that a returned value must have: `fits` tests it, `words` describe it in messages."""
 
     fits: Callable[[Any], bool]
     words: str
 
     def returned_by(self, answer: Answer, *args: Any, call: str = "") -> Any:
-        """What the answer returns for copies of these arguments, once it has the form.
+        """Call the answer with copies of these arguments, and return its value if that has the form.
 
         Args:
-            call: what messages call it; by default the call itself.
+            call: the words for the call in messages; by default the call as code.
         """
         value = answer(*copy.deepcopy(args))
         call = call or call_text(answer.name, *args)
@@ -54,21 +54,20 @@ def check_cases(
     otherwise: Callable[..., str] = lambda *_: "",
     said: Callable[..., str] | None = None,
 ) -> None:
-    """Call the answer in every case, and say of the first that is wrong what was returned, and why not.
+    """Call the answer in every case; raise, for the first wrong one, the returned value and the mistake.
 
-    The picture of an exercise that draws one has this case, or the first if all are right: `draws` is given
-    the answer's value, the right one and the case.
+    A picture shows this first wrong case, or the first case if all are right: `draws` is given the answer's
+    value, the right value and the case.
 
     Args:
         cases: the arguments of each call.
-        rights: what should be returned in each of them.
-        called: calls the answer, made of it and a case; such as `Form(...).returned_by`.
-        same: whether the answer's value is another one: the right one, or what a mistake makes.
-        mistakes: wrong functions of a case, by what to say about them.
-        tells: whether a case tells mistakes apart; made of the answer's value and the right one.
-        otherwise: what to say if no mistake explains all that was returned; made of the answer's value, the
-            right one and the case.
-        said: begins the message; made of the same.
+        rights: the right value in each case.
+        called: `called(answer, *case)` calls the answer; such as `Form(...).returned_by`.
+        same: `same(theirs, other)`: whether the answer's value equals the right one, or that of a mistake.
+        mistakes: wrong functions of a case, by the message about them.
+        tells: `tells(theirs, right)`: whether a case tells mistakes apart.
+        otherwise: `otherwise(theirs, right, *case)`: the message if no mistake explains all returned values.
+        said: `said(theirs, right, *case)`: the beginning of the message.
     """
     of_cases = [(case, called(answer, *case), right) for case, right in zip(cases, rights, strict=True)]
     wrong = next((each for each in of_cases if not same(*each[1:])), None)
@@ -86,7 +85,7 @@ def check_cases(
 
 
 def named(mistakes: Mapping[str, bool], otherwise: str) -> str:
-    """The first of the mistakes that was made.
+    """The first of the mistakes that was made, or `otherwise`.
 
     >>> named({"These are elements.": 12 == 4 * 3, "One is missing.": 12 == 11}, "Count again.")
     'These are elements.'
@@ -98,12 +97,12 @@ def named(mistakes: Mapping[str, bool], otherwise: str) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number, and no bool."""
+    """Whether a value is a finite number, and no bool."""
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number, of Python's or of another library's type, and no bool.
+    """Whether a value is a whole number, of Python's or of another library's type, and no bool.
 
     >>> [is_whole(value) for value in (3, 3.0, True)]
     [True, False, False]
@@ -116,7 +115,7 @@ def is_whole(value: object) -> bool:
 
 
 def list_of(fits: Callable[[Any], bool], length: int | None = None) -> Callable[[object], bool]:
-    """Whether a value is a list or tuple of what fits, of a given length if there is one.
+    """Return a test: whether a value is a list or tuple, of this length, of elements that fit.
 
     >>> list_of(is_whole, 2)((1, 2)), list_of(is_whole, 2)([1, "2"])
     (True, False)

@@ -1,7 +1,7 @@
-"""Around a reader's code on real ranks: every call that it makes to the others is made in company.
+"""Run a reader's code on real ranks, and watch every call that it makes to other ranks.
 
-Before each call the ranks compare what they are about to do, so that ranks which would wait for each other
-hear of it. What was called is written down, and whether it was waited for.
+Before each call the ranks compare what they are about to do: if they would wait for each other, all raise an
+error instead. A `Company` records each call, and whether it was waited for.
 
     def on_each_rank(answer):
         company = Company()
@@ -11,8 +11,8 @@ hear of it. What was called is written down, and whether it was waited for.
 
     of_ranks = on_ranks(on_each_rank, 2, answer)
 
-An answer that is given a `comm` in place of torch.distributed goes through `outcomes_of`, first on virtual
-ranks, which hear at once of ranks that would wait for each other.
+An answer that takes a `comm` in place of torch.distributed goes through `outcomes_of`, first on virtual
+ranks, where ranks that wait for each other are found at once.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from zero_ref_course import Answer, ExerciseFailed, StillTheStub
 T = TypeVar("T")
 
 SECONDS = 40.0
-"""For each call on ranks, times `patience()`."""
+"""The time-out of each call on ranks, times `patience()`."""
 
 MOST_CALLS = 2_000
-"""Of an answer on one virtual rank; none of the tasks needs a tenth of them."""
+"""The most calls of an answer on one virtual rank; no exercise needs a tenth of them."""
 
 POINT_TO_POINT = ("send", "recv", "isend", "irecv")
-"""They pair two ranks, so ranks need not make them alike."""
+"""Operations between two ranks, which the other ranks need not call."""
 
 MET = (
     *("broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
@@ -66,11 +66,11 @@ _gather_objects = dist.all_gather_object  # ours, while the reader's is replaced
 
 
 class NotYet(Exception):
-    """The reader's file has nothing of this rung."""
+    """The reader's file does not have this rung yet."""
 
 
 class OnAllRanks(ExerciseFailed):
-    """All ranks say the same, so none is named."""
+    """All ranks raise the same error, so its message names no rank."""
 
 
 class RanksDiffer(OnAllRanks):
@@ -78,7 +78,7 @@ class RanksDiffer(OnAllRanks):
 
 
 def on_ranks(function: Callable[..., T], world_size: int, *args: Any, **kwargs: Any) -> list[T]:
-    """What a function returns on each rank. What all ranks raise alike is raised here; the ranks live on."""
+    """Return a function's value on each rank. An error that all ranks raise alike does not end the ranks."""
     # Gloo even where there are GPUs: its time-out is an error, NCCL's ends the process.
     values = ranks.run(_caught, world_size, function, *args, timeout=SECONDS, backend="gloo", **kwargs)
     for value in values:
@@ -90,10 +90,10 @@ def on_ranks(function: Callable[..., T], world_size: int, *args: Any, **kwargs: 
 def on_virtual_ranks(
     function: Callable[..., T], world_size: int, *args: Any, waiting: Callable[[str], str]
 ) -> list[T]:
-    """What a function that calls an answer returns on each virtual rank, where every message is seen.
+    """Call a function, which calls an answer, on virtual ranks, and return its value on each rank.
 
     Args:
-        waiting: what to say when ranks wait for each other, made of what the first of them raised.
+        waiting: makes the message for ranks that wait for each other, from the first rank's error.
     Raises:
         ExerciseFailed, StillTheStub: the answer raised it on a rank, or ranks wait for each other.
     """
@@ -134,12 +134,12 @@ def _not_for_ever(comm: Collectives) -> Iterator[None]:
 
 
 class Outcome(NamedTuple):
-    """What an answer did on one rank.
+    """The result of an answer on one rank.
 
     Args:
-        value: what it returned.
-        calls: what it called, in order.
-        arguments: those that it was given there, as it left them.
+        value: the value that the answer returned.
+        calls: its calls to other ranks, in order.
+        arguments: its arguments on this rank, as it left them.
     """
 
     value: Any
@@ -150,13 +150,13 @@ class Outcome(NamedTuple):
 def outcomes_of(
     answer: Answer, of_ranks: Sequence[tuple[Any, ...]], given: str, advice: str, *, real: bool = False
 ) -> list[Outcome]:
-    """What an answer does on each rank, called with that rank's arguments and its `comm` as the last one.
+    """Call an answer on each rank, with copies of that rank's arguments and with its `comm` as the last one.
 
     Args:
-        of_ranks: the arguments of each rank. The answer gets copies.
-        given: says them in words, for messages.
-        advice: what to say to ranks that wait for each other.
-        real: on processes instead of threads.
+        of_ranks: the arguments of each rank.
+        given: describes the arguments in messages.
+        advice: ends the message if ranks wait for each other.
+        real: the ranks are processes instead of threads.
     """
     if real:
         return on_ranks(_outcome_here, len(of_ranks), answer, of_ranks)
@@ -190,7 +190,7 @@ def _caught(function: Callable[..., T], *args: Any, **kwargs: Any) -> T | Except
 
 
 def gathered(value: Any) -> list[Any]:
-    """A value of every rank. Collective: all ranks."""
+    """Return the value of every rank. Collective: all ranks."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
     _gather_objects(of_ranks, value)
     return of_ranks
@@ -198,7 +198,7 @@ def gathered(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def alike() -> Iterator[None]:
-    """Around asserts on what all ranks know: whatever fails, fails on all of them."""
+    """A context for asserts on values that are the same on all ranks: they fail on all ranks or on none."""
     try:
         yield
     except AssertionError as error:
@@ -206,7 +206,7 @@ def alike() -> Iterator[None]:
 
 
 class UnderWay:
-    """A call that was started with async_op=True, until somebody waits for it, in whichever way."""
+    """A call that was started with async_op=True, and that nobody has waited for yet."""
 
     def __init__(self, work: Any, number: int, under_way: dict[int, str]) -> None:
         self._work, self._number, self._under_way = work, number, under_way
@@ -230,29 +230,29 @@ class UnderWay:
 
 
 def call_with_size(name: str, tensor: torch.Tensor | None, peer: int | None) -> str:
-    """A collective as a rank says it to the others: ranks whose texts differ make different calls."""
+    """Describe a collective for the comparison between ranks: by its name and the size of its tensor."""
     size = "" if tensor is None else f" of {tensor.numel()} elements"
     towards = {"broadcast": " from", "scatter": " from"}.get(name, " to")
     return f"calls {name}{size}" + ("" if peer is None else f"{towards} rank {peer}")
 
 
 def call_by_name(name: str, _: torch.Tensor | None, peer: int | None) -> str:
-    """The same for an exercise in which all tensors of a call have the same size."""
+    """Describe a collective by its name alone, for an exercise whose tensors all have the same size."""
     return f"calls {name}" + (f" from rank {peer}" if name == "broadcast" else "")
 
 
 class Company:
-    """What a rank runs a reader's code in.
+    """Watches the calls of a reader's code on one rank.
 
     Args:
-        file: the reader's, if the code is in one; messages quote its lines.
-        says: the text for a collective that the ranks compare, made of its name, tensor and other rank.
-        advice: ends the message to ranks that make different calls.
+        file: the reader's file, if the code is in one; messages quote its lines.
+        says: describes a collective, from its name, tensor and peer; the ranks compare these texts.
+        advice: ends the message if ranks make different calls.
 
     Attributes:
-        calls: what was called, in order; `op`, bytes, and the rank at its other end if there is one.
-        under_way: those that nobody has waited for, by their place in `calls`: "broadcast 0", with its number
-            among the calls of that name.
+        calls: the calls in order: `op`, bytes, and the peer if there is one.
+        under_way: names of the calls that nobody has waited for, by their place in `calls`; "broadcast 0" is
+            the first broadcast.
     """
 
     def __init__(
@@ -268,16 +268,16 @@ class Company:
 
     @property
     def names(self) -> list[str]:
-        """What was called, in order, by its name."""
+        """The names of the calls, in order."""
         return [call.op for call in self.calls]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the reader's code, from its first call to its return.
+        """A context for the reader's code, from its first call to its return.
 
         Raises:
-            OnAllRanks: it raised on some rank.
-            RanksDiffer: ranks called different things.
+            OnAllRanks: the code raised on some rank.
+            RanksDiffer: ranks made different calls.
         """
         self.calls, self.under_way = [], {}
         with contextlib.ExitStack() as patches:
@@ -295,12 +295,12 @@ class Company:
 
     @contextlib.contextmanager
     def running(self, what: str) -> Iterator[None]:
-        """Around code of the reader's file. `what` says in messages what was called.
+        """A context for code of the reader's file, which messages call `what`.
 
         Raises:
-            OnAllRanks: it raised on some rank, or a call was not waited for.
-            RanksDiffer: ranks called different things.
-            NotYet: it raised NotImplementedError.
+            OnAllRanks: the code raised on some rank, or did not wait for a call.
+            RanksDiffer: ranks made different calls.
+            NotYet: the code raised NotImplementedError.
         """
         with self.watching():
             try:
@@ -349,7 +349,7 @@ class Company:
             )
 
     def _told(self, what: str, error: BaseException) -> Exception:
-        """The error as a reader should hear of it."""
+        """Return the exception for the reader: `what` was called, and the error in it."""
         if isinstance(error, (ExerciseFailed, NotYet)):
             return error
         if isinstance(error, NotImplementedError):

@@ -1,4 +1,4 @@
-"""Chapter 10's disk: in memory, for a save that is killed at any of its changes, and what reads it then."""
+"""Chapter 10's disk in memory: a save on it can be killed at any change, and `load` reads what is left."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Disk:
         self.changes: list[str] = []
 
     def names(self) -> list[str]:
-        """All files, sorted."""
+        """The names of all files, sorted."""
         return sorted(self.files)
 
     def read(self, name: str) -> bytes:
-        """What is in a file."""
+        """The contents of a file."""
         return self.files[self._there(name)]
 
     def write(self, name: str, contents: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The reader's `my_zero.py` on a rank: a check makes its optimizer, and drives it through a backward."""
+"""The reader's `my_zero.py` on a rank: a check makes the file's optimizer, and runs backwards with it."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Once:
 
 
 class Given(nn.Module):
-    """A model whose gradients are given: those of its parameters are the coefficients."""
+    """A model whose gradients are given: the gradient of each parameter is its coefficient."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         super().__init__()
         self.params = nn.ParameterList(params)
 
     def forward(self, coefficients: Sequence[torch.Tensor], without: Sequence[int] = ()) -> torch.Tensor:
-        """Scalar; it does not use the parameters with the numbers `without`."""
+        """Return a scalar, which does not depend on the parameters with the numbers `without`."""
         terms = [(param * of_param).sum() for param, of_param in zip(self.params, coefficients)]
         return torch.stack([term for number, term in enumerate(terms) if number not in without]).sum()
 
 
 def memory_within_reach(of: Iterable[Any]) -> dict[int, int]:
-    """The bytes of each memory that a tensor within reach of these objects lies in, by its address."""
+    """The bytes of each storage of a tensor that these objects refer to, by the storage's address."""
     nbytes_at: dict[int, int] = {}
     seen: set[int] = set()
     left = list(of)
@@ -76,11 +76,11 @@ class OwnFile:
     Args:
         path: of the file.
     Raises:
-        BaseException: what the file's own lines raise.
+        BaseException: a line of the file raised it.
 
     Attributes:
         mine: the reader's optimizer, once it is made.
-        given_again: it went through the parameters twice.
+        given_again: the optimizer went through the parameters twice.
         after_hook: is called after each hook in a backward that does not measure.
     """
 

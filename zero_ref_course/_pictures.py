@@ -22,26 +22,26 @@ def timelines(theirs: Timeline, right: Timeline) -> Drawing:
 
 
 def loads_beside_right(theirs: Sequence[float], right: Sequence[float]) -> Drawing:
-    """What each rank owns by the answer, and by the right one."""
+    """The load of each rank by the answer, and by the right one."""
     return loads_compared({YOURS: theirs, RIGHT: right})
 
 
 def loads_of_owners(
     theirs: Sequence[int], right: Sequence[int], numels: Sequence[int], world_size: int
 ) -> Drawing:
-    """What each rank owns if these are the owners of whole parameters."""
+    """The load of each rank if these are the owners of whole parameters."""
     return loads_beside_right(*(_loads(owners, numels, world_size) for owners in (theirs, right)))
 
 
 def loads_packed_and_best(packed: Sequence[int], best: Sequence[int]) -> Drawing:
-    """What two ranks own of the answer's model: packed by the rule, and in the best possible way."""
+    """The loads of two ranks for the answer's model: packed by the rule, and in the best possible way."""
     return loads_compared({"your model, largest first": packed, "your model, at best": best})
 
 
 def reductions(
     theirs: Sequence[Sequence[int]], right: Sequence[Sequence[int]], ready: Sequence[int], count: int
 ) -> Drawing:
-    """When buckets become full on a rank, and when their reductions take place, each 1 ms long."""
+    """Draw when buckets become full on a rank, and when their reductions, of 1 ms each, take place."""
     return timelines(*(_reduced(started, ready) for started in (theirs, right)))
 
 

@@ -1,4 +1,4 @@
-"""Chapter 6's hook, rehearsed: a rank with a clock and no network, which says what cannot be done now."""
+"""Chapter 6's hook, rehearsed on a rank with a clock and no network. An action too early is an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ACTIONS = {
     "start_broadcast": "it was not stepped yet, so old values would be sent",
     "wait_for_broadcast": "no broadcast of it was started, so there is nothing to wait for",
 }
-"""What can be done with a bucket, in this order, and why not earlier."""
+"""The actions on a bucket, in order, and why each cannot come earlier."""
 
 NEVER = {
     "start_reduction": "was never reduced. Its update is lost",
@@ -24,11 +24,11 @@ NEVER = {
     "start_broadcast": "was stepped, but never sent. The other ranks keep its old values",
     "wait_for_broadcast": "was sent, but nobody waited. Backward returns before its new values are there",
 }
-"""What it means if an action was missing in the end."""
+"""The consequence if an action is missing in the end."""
 
 
 class HookBucket:
-    """One of DDP's buckets, as the reader's hook is given it."""
+    """One of DDP's buckets, which the reader's hook receives."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -37,23 +37,23 @@ class HookBucket:
         return f"bucket {self.number}"
 
     def start_reduction(self) -> None:
-        """Start to average its gradients over the ranks."""
+        """Start to average the bucket's gradients over the ranks."""
         self._do("start_reduction")
 
     def wait_for_reduction(self) -> None:
-        """Return when they are averaged."""
+        """Return when the gradients are averaged."""
         self._do("wait_for_reduction")
 
     def step(self) -> None:
-        """Update what this rank owns of it."""
+        """Update the part of the bucket that this rank owns."""
         self._do("step")
 
     def start_broadcast(self) -> None:
-        """Start to send its new parameters, each from its owner."""
+        """Start to send the bucket's new parameters, each from its owner."""
         self._do("start_broadcast")
 
     def wait_for_broadcast(self) -> None:
-        """Return when they are there."""
+        """Return when the new parameters have arrived."""
         self._do("wait_for_broadcast")
 
     def _do(self, action: str) -> None:
@@ -61,7 +61,7 @@ class HookBucket:
 
 
 class _Rehearsal:
-    """A rank with a clock. It knows what each bucket has been through, and in which call that was."""
+    """A rank with a clock, which records the actions on each bucket, and the call of each."""
 
     def __init__(self, times: Sequence[BucketTimes]) -> None:
         self.times = times
@@ -71,7 +71,7 @@ class _Rehearsal:
         self.events: list[Event] = []
 
     def call(self, answer: Answer) -> None:
-        """Backward has come to the next bucket."""
+        """Call the hook for the next bucket of the backward."""
         bucket = _RehearsedBucket(len(self.buckets), self)
         self.buckets.append(bucket)
         self.compute("backward", bucket.number, self.times[bucket.number].backward_ms)
@@ -119,7 +119,7 @@ def rehearse(answer: Answer, times: Sequence[BucketTimes]) -> None:
     """Call the reader's hook as one backward would.
 
     Raises:
-        ExerciseFailed: it does something too early, twice or never, or takes longer than an interleaved hook.
+        ExerciseFailed: the hook acts too early, twice or never, or takes longer than an interleaved hook.
     """
     rehearsal, right = _Rehearsal(times), simulate(times, "interleaved")
     try:
@@ -141,7 +141,7 @@ def rehearse(answer: Answer, times: Sequence[BucketTimes]) -> None:
 
 
 def _what_is_slow(done: list[tuple[int, str, int]], count: int) -> str:
-    """Why a hook that does all it should hides less than it could."""
+    """The reason why a complete hook takes longer than it must."""
     in_backward = [(call, action, bucket) for call, action, bucket in done if call < count - 1]
     if any(action == "wait_for_reduction" and bucket == call for call, action, bucket in in_backward):
         return (

@@ -1,4 +1,4 @@
-"""On each rank: the rungs of the reader's own file that are hooks of autograd."""
+"""Checks on each rank: the rungs of the reader's own file that are hooks of autograd."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ NO_HOOK = (
 
 
 BACKWARDS = 3
-"""Before each step of the rung shards."""
+"""The number of backwards before each step of the rung shards."""
 SLACK = 32
-"""Bytes, for a few numbers of the reader's own."""
+"""Bytes that the reader's optimizer may hold beside its share, for a few numbers."""
 
 
 class ReducesMeanwhile(NotYet):
-    """Backward goes on while gradients are reduced, and the update is left to step."""
+    """Gradients are reduced while backward goes on, but the update is left to step."""
 
 
 def to_owners(path: str, shapes: Shapes) -> None:
-    """Averages on owners, no all-reduce, and no gradient kept of what others own."""
+    """Check that averages reach their owners, without all-reduce, and that no rank keeps other gradients."""
     beside = Beside(path, shapes)
     beside.needs("step", "reduce")
     for number in range(STEPS):
@@ -49,7 +49,7 @@ def to_owners(path: str, shapes: Shapes) -> None:
 
 
 def _check_reduced(beside: Beside, backwards: Sequence[int], names: set[str]) -> None:
-    """After these backwards: the averages are with their owners, and nothing else is anywhere."""
+    """Check that after these backwards the owners have the averages, and no rank has another gradient."""
     stepped = {id(piece) for piece in beside.pieces()}
     kept = gathered([i for i, p in enumerate(beside.params) if p.grad is not None and id(p) not in stepped])
     pieces = reversed(beside.pieces())  # in the order of backward
@@ -77,7 +77,7 @@ def _check_calls(names: set[str]) -> None:
 
 
 def _elements_of(piece: torch.Tensor, beside: Beside) -> torch.Tensor:
-    """The number of each element of a piece among all elements; -1 for padding, and all are -1 in a copy."""
+    """The position of each element of a piece among all elements; -1 for padding and for all of a copy."""
     numbers, first = torch.full((piece.numel(),), -1), 0
     for param in beside.params:
         offset, numel = (param.data_ptr() - piece.data_ptr()) // param.itemsize, param.numel()
@@ -89,7 +89,7 @@ def _elements_of(piece: torch.Tensor, beside: Beside) -> torch.Tensor:
 
 
 def _gradient_of(piece: torch.Tensor, beside: Beside, backwards: Sequence[int]) -> str:
-    """What is wrong with a piece's gradient after these backwards; nothing if it is the sum of averages."""
+    """The error in a piece's gradient after these backwards; empty if it is the sum of averages."""
     numbers = _elements_of(piece, beside)
     # The gradient of parameter 0 comes last in backward, and may still be on its way.
     on_its_way = beside.company.under_way or piece.grad is None
@@ -138,7 +138,7 @@ def _gradient_of(piece: torch.Tensor, beside: Beside, backwards: Sequence[int]) 
 
 
 def shards(path: str, shapes: Shapes) -> tuple[int, int]:
-    """After several backwards a rank has the averages of its equal share, and no memory of other gradients.
+    """Check that after several backwards a rank holds the averages of its equal share, no other gradients.
 
     Returns:
         The bytes of gradients that rank 0 holds, and those of all gradients.
@@ -179,7 +179,7 @@ def shards(path: str, shapes: Shapes) -> tuple[int, int]:
 
 
 def _check_forgotten(beside: Beside) -> None:
-    """Before the first backward of a step no piece has a gradient."""
+    """Check that no piece has a gradient before the first backward of a step."""
     left = gathered(sum(p.grad is not None and bool(p.grad.any()) for p in beside.pieces()))
     with alike():
         for rank, count in enumerate(left):
@@ -190,7 +190,7 @@ def _check_forgotten(beside: Beside) -> None:
 
 
 def _check_held(beside: Beside, held: Sequence[int]) -> None:
-    """The memory of gradients, after each hook and after backward, is a share and what is under way."""
+    """Check that gradients hold, after each hook and after backward, a share and what is under way."""
     of_ranks = gathered((max(held[:-1], default=0), held[-1], bool(beside.company.under_way)))
     nbytes = [4 * value.numel() for value in beside.start]
     share, largest, in_all = 4 * beside.share, max(nbytes), sum(nbytes)
@@ -209,10 +209,10 @@ def _check_held(beside: Beside, held: Sequence[int]) -> None:
 
 
 def in_backward(path: str, shapes: Shapes) -> int:
-    """Updates made while backward runs, from the first iteration on; gives the number of parameters.
+    """Check that backward makes the updates, from the first iteration on; return the number of parameters.
 
     Raises:
-        ReducesMeanwhile: what is done in backward is all but the update.
+        ReducesMeanwhile: backward does all but the update.
     """
     beside = Beside(path, shapes)
     beside.needs("step", "reduce")

@@ -1,4 +1,4 @@
-"""On each rank: the rungs checkpoint and masters of the reader's own file."""
+"""Checks on each rank: the rungs checkpoint and masters of the reader's own file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_THE_VALUE = "is not what the unsharded optimizer has there"
 
 
 def saved(path: str, shapes: Shapes, **options: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Two steps, then the state, compared with the package's on every rank; and the parameters."""
+    """Make two steps, compare the state dict with the package's, and return it and the parameters."""
     dtype = torch.bfloat16 if options else torch.float32
     beside = Beside(path, shapes, dtype, **options)
     beside.needs("step", "state_dict", "load_state_dict")
@@ -38,7 +38,7 @@ def saved(path: str, shapes: Shapes, **options: Any) -> tuple[dict[str, Any], li
 
 
 def _wrong_state(mine: Any, plain: dict[str, Any]) -> str:
-    """What is not as in a plain optimizer's state; nothing if all is."""
+    """The difference from a plain optimizer's state dict; empty if there is none."""
     if not isinstance(mine, dict) or set(mine) != {"state", "param_groups"}:
         has = sorted(mine) if isinstance(mine, dict) else type(mine).__name__
         return f" is {has}. It needs the keys state and param_groups, on every rank."
@@ -67,7 +67,7 @@ def _wrong_state(mine: Any, plain: dict[str, Any]) -> str:
 def resumed(
     path: str, shapes: Shapes, state: dict[str, Any], params: list[torch.Tensor], **options: Any
 ) -> None:
-    """Load the state, make two steps more, and compare with the package, which loads it too."""
+    """Load the state, make two more steps, and compare with the package, which loads it too."""
     beside = Beside(path, shapes, params[0].dtype, **options)
     for optimizer_params in (beside.params, beside.twins):
         for param, value in zip(optimizer_params, params):
@@ -91,7 +91,7 @@ def resumed(
 
 
 def masters(path: str, shapes: Shapes) -> None:
-    """16-bit parameters, 32-bit masters on their owners."""
+    """Check 16-bit parameters with 32-bit masters on their owners."""
     beside = Beside(path, shapes, torch.bfloat16, master_dtype=torch.float32)
     beside.needs("step")
     local = beside.local

@@ -1,4 +1,4 @@
-"""On each rank: the rungs owners, step, buckets and options of the reader's own file."""
+"""Checks on each rank: the rungs owners, step, buckets and options of the reader's own file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_ref_course._own import OwnFile
 
 
 def owners(path: str) -> str:
-    """The rule of chapter 3, with its exercise's grader."""
+    """Check the rule of chapter 3 with the grader of that chapter's exercise."""
     company = Company(path)
     with company.running("loading the file"):
         rule = OwnFile(path).function("assign_owners")
@@ -35,7 +35,7 @@ def owners(path: str) -> str:
 
 
 def step(path: str, shapes: Shapes) -> None:
-    """Values bit for bit, and state on the owner alone."""
+    """Check that values are equal bit for bit, and that only the owner has state."""
     beside = Beside(path, shapes)
     beside.needs("step")
     for number in range(STEPS):
@@ -59,7 +59,7 @@ def step(path: str, shapes: Shapes) -> None:
 
 
 def buckets(path: str, shapes: Shapes) -> tuple[int, int]:
-    """One message for each rank that owns something, and no copies; gives messages and parameters."""
+    """Check for one message from each owner, and no copies; return the numbers of messages and parameters."""
     beside = Beside(path, shapes)
     beside.needs("step")
     of_owner: dict[int, set[int]] = {}
@@ -102,7 +102,7 @@ def buckets(path: str, shapes: Shapes) -> tuple[int, int]:
 
 
 def options(path: str, shapes: Shapes) -> None:
-    """A schedule reaches the update, frozen parameters stay, and all gradients are forgotten."""
+    """Check that a schedule reaches the update, frozen parameters stay, and all gradients are set to None."""
     beside = Beside(path, shapes)
     beside.needs("step", "param_groups", "zero_grad")
     beside.both(0)

@@ -29,7 +29,7 @@ from zero_ref_course.predictions import prediction
 
 
 class Before(NamedTuple):
-    """What a parameter was before it was flattened, and must be afterwards."""
+    """A parameter before it was flattened; it must be the same afterwards."""
 
     param: nn.Parameter
     values: torch.Tensor
@@ -40,7 +40,7 @@ class Before(NamedTuple):
 
 @exercise("buckets.flatten")
 def flatten(answer: Answer) -> str:
-    """Parameters become windows of one tensor and stay what they were."""
+    """Check that parameters become views of one tensor and otherwise stay the same."""
     tried = 0
     for params in [*_models(), *answer.drawn(_drawn_model)]:
         before = [Before(p, p.detach().clone(), tuple(p.shape), p.stride(), p.requires_grad) for p in params]
@@ -155,7 +155,7 @@ def _kind(value: object) -> str:
 
 
 class Case(NamedTuple):
-    """A model, who owns what, and which parameters are trained."""
+    """A model's partition, and which of its parameters are trained."""
 
     partition: Partition
     trainable: list[bool]
@@ -181,7 +181,7 @@ CASES: dict[int, list[Case]] = {
     ],
     1: [_case("sorted_greedy", [12, 4], 1)],
 }
-"""By number of ranks. With frozen ones, ranks that own nothing, an empty parameter, cut ones."""
+"""Cases by number of ranks: frozen parameters, ranks that own nothing, an empty parameter, cut ones."""
 
 Pairs = list[tuple[Any, int]]
 """For each broadcast the rank that sends it, and its bytes."""
@@ -195,7 +195,7 @@ PAIRS = Form(
 
 @exercise("buckets.calls", on_ranks=True)
 def calls(answer: Answer) -> str:
-    """The broadcasts of a step, as real ranks record them, with and without flat tensors."""
+    """Check the broadcasts of a step, with and without flat tensors, against those that real ranks record."""
     steps = 0
     drawn = answer.drawn(_drawn_case, 4)
     for world_size, known in CASES.items():
@@ -220,7 +220,7 @@ def _drawn_case(rng: random.Random) -> Case:
 
 
 def _record(cases: Sequence[Case]) -> list[Pairs]:
-    """On a rank: what a step of the package sends, one by one and flat."""
+    """On a rank: record the broadcasts of the package's step in each case, first one by one, then flat."""
     recorded = []
     for case in cases:
         for flat in (False, True):
@@ -271,7 +271,7 @@ def _mistake_in_calls(
 
 
 def _sent(case: Case, flat: bool, itemsize: int = 4, frozen_too: bool = False, round_to: int = 1) -> Pairs:
-    """The messages under a rule that may be wrong."""
+    """The broadcasts by a rule that may be wrong."""
     sent = []
     for rank, slices in enumerate(case.partition.slices_of_rank):
         numels = [piece.numel for piece in slices if frozen_too or case.trainable[piece.param]]
@@ -301,7 +301,7 @@ _WRONG_RULES: dict[str, Callable[[Case, bool], Pairs]] = {
         if piece.numel and case.trainable[piece.param]
     ],
 }
-"""What a reader may have written, by what there is to say about it."""
+"""Wrong rules that a reader may have written, by the message about each."""
 
 
 # -------------------------------------------------------------------------------------- worth copying
@@ -314,7 +314,7 @@ CHOSEN = Form(
 
 @exercise("buckets.worth_copying")
 def worth_copying(answer: Answer) -> str:
-    """The choice with the least time: every choice tried on small models, the rule on GPT-2."""
+    """Check the choice with the least time: against every choice on small models, by the rule on GPT-2."""
     fixed_us, bytes_per_us = 100, 5_000
     for sizes in _SMALL + answer.drawn(lambda rng: [1000 * rng.randint(1, 500) for _ in range(6)]):
         best = min(
@@ -345,11 +345,11 @@ _SMALL: list[list[int]] = [
     [100_000, 400_000, 150_000, 500_000],
     [],
 ]
-"""Few small ones, none, only such, a single one, some that together save less than one message costs."""
+"""Models with few small parameters, none, only such, one; small ones that save less than a message costs."""
 
 
 def _time_us(sizes: Sequence[int], copied: Sequence[int], fixed_us: float, bytes_per_us: float) -> float:
-    """Microseconds beside what the bytes take on the wire, which is the same for every choice."""
+    """The microseconds of a choice without the time of its bytes on the wire, the same for every choice."""
     messages = len(sizes) - len(copied) + bool(copied)
     return messages * fixed_us + 2 * sum(sizes[i] for i in copied) / bytes_per_us
 
@@ -360,7 +360,7 @@ def _best(sizes: Sequence[int], fixed_us: float, bytes_per_us: float) -> list[in
 
 
 def _chosen(answer: Answer, sizes: list[int], fixed_us: int, bytes_per_us: int) -> list[int]:
-    """What the answer returns, once it is a list of positions."""
+    """Return the answer's list of positions, sorted, once it is one."""
     returned = CHOSEN.returned_by(answer, sizes, fixed_us, bytes_per_us)
     call = call_text(answer.name, sizes, fixed_us, bytes_per_us)
     for number in returned:

@@ -53,7 +53,7 @@ class Piece(NamedTuple):
         what: one of OPS; "train" for forward and backward; "update" for an optimizer's step.
         calls: rounds of messages, or tensors, each of which has a fixed cost.
         amount: bytes or floating-point operations.
-        ms: of the slowest rank.
+        ms: the time of the slowest rank.
     """
 
     what: str
@@ -128,7 +128,7 @@ def fit(pieces: Iterable[Piece]) -> Fit:
 
 
 def _by_size(pieces: Iterable[Piece]) -> dict[tuple[str, float, float], float]:
-    """The time that the repeats of each size agree on, by what it is, its calls and its amount."""
+    """The `undisturbed_ms` of each size, by its `what`, `calls` and `amount`."""
     times: dict[tuple[str, float, float], list[float]] = {}
     for what, calls, amount, ms in pieces:
         times.setdefault((what, calls, amount), []).append(ms)
@@ -183,13 +183,13 @@ class Calibration:
 def calibrate(pieces: Sequence[Piece]) -> Calibration:
     """Fit on every other size, the smallest and the largest among them, and predict the others.
 
-    The cluster is of processes of one machine: they share its loopback and its cores, so that they do not
-    send while they compute.
+    The ranks of the cluster are processes of one machine, which share its loopback and its cores, so that
+    they do not send while they compute.
 
     Args:
         pieces: at least three sizes of each of OPS, of "train" and of "update"; repeats are welcome.
     Raises:
-        ValueError: too few sizes, or as `fit`.
+        ValueError: there are too few sizes, or `fit` raised it.
     """
     fits, held_out = {}, {}
     for what in dict.fromkeys(piece.what for piece in pieces):
@@ -260,8 +260,8 @@ def time_collectives(nbytes: Sequence[int], rounds: int, ops: Sequence[str] = OP
 
     Collective: all ranks of the default group, with equal arguments.
     Returns:
-        The same on all ranks. Of calls that were started together, each has its share of the time. The
-        amount is all bytes on the wire, as ranks share a loopback.
+        The same pieces on all ranks. Each call that was started together with others has its share of the
+        time. The amount is all bytes on the wire, as ranks share a loopback.
     """
     comm = as_collectives(None)
     starts = {(op, size): _starter(op, size, comm) for size in nbytes for op in ops}
@@ -276,7 +276,7 @@ def time_collectives(nbytes: Sequence[int], rounds: int, ops: Sequence[str] = OP
 
 
 def _burst(op: str, nbytes: int) -> int:
-    """How many calls to start at once: an optimizer starts all its broadcasts before it waits for one."""
+    """The number of calls to start at once: an optimizer starts all broadcasts before it waits for one."""
     return max(1, min(64, 2**22 // nbytes)) if op == "broadcast" else 1
 
 
@@ -297,8 +297,8 @@ def _start_then_wait(start: Callable[[int], PendingCall], calls: int) -> None:
 def _joint_ms(do: Callable[[], object]) -> float:
     """Milliseconds from when the last rank begins `do` until the last one is done. Collective: all ranks.
 
-    What one rank sees would have the wait for a late rank in it, which is not the network's. The ranks
-    are processes of one machine, so they read the same clock.
+    The time on one rank would include the wait for a late rank, which is not the network's. The ranks are
+    processes of one machine, so they read the same clock.
     """
     device = ranks.device()
     square = torch.ones(192, 192, device=device)
@@ -314,7 +314,7 @@ def _joint_ms(do: Callable[[], object]) -> float:
 
 
 def _now() -> float:
-    """Seconds, when this rank's device has done all that it was asked to do."""
+    """Wait until this rank's device has done all its work, and return the time in seconds."""
     devices.synchronize()
     return time.perf_counter()
 
@@ -324,7 +324,7 @@ def time_training(sizes: Sequence[TrainingSize]) -> list[Piece]:
 
     Collective: all ranks of the default group, with equal arguments: all compute at once.
     Returns:
-        The same on all ranks.
+        The same pieces on all ranks.
     """
     timed: list[Piece] = []
     for size in sizes:
@@ -413,20 +413,20 @@ def predict_step(config: TrainConfig, cluster: Cluster, world_size: int) -> Pred
 
 @lru_cache(maxsize=64)
 def _plan(config: TrainConfig, world_size: int) -> Schedule:
-    """A plan takes a backward pass to find the order of gradients, and is asked for more than once."""
+    """The schedule of an iteration. It is cached: to find the order of gradients takes a backward pass."""
     return predict(config, world_size)
 
 
 FIRST_ITERATIONS = 3
-"""Not timed: DDP builds its buckets anew after the first, the optimizer makes its state, memory is fresh."""
+"""Iterations that are not timed: in the first, DDP builds its buckets and the optimizer makes its state."""
 
 
 class Iterations(NamedTuple):
     """The timed iterations of one configuration on one rank.
 
     Args:
-        calls: of the last iteration.
-        held: bytes kept after it.
+        calls: the calls of the last iteration.
+        held: the bytes kept after the last iteration.
         spans: seconds at which each timed iteration began and ended, from clearing gradients to new
             parameters; making the batch is left out.
     """
@@ -446,12 +446,12 @@ class Trial(NamedTuple):
 def take_turns(configs: Sequence[TrainConfig], effort: Effort) -> Trial:
     """Time each piece that a calibration needs once, then an iteration of each configuration, and again.
 
-    In turns, because a machine does other things too: what slows it down then meets both alike.
+    They take turns because other programs slow a machine down for a while, which then affects both alike.
 
     Collective: all ranks of the default group, with equal arguments.
     Args:
-        configs: to train, under strategies of one iteration: not local-sgd. The pieces' models had better be
-            others.
+        configs: the configurations to train, under strategies of one iteration: not local-sgd. Choose other
+            models for the pieces.
         effort: the pieces; `rounds` is the number of turns.
     """
     runs = [_Loop(config) for config in configs]
@@ -496,11 +496,11 @@ def calibrate_in_turns(
     """Run `take_turns` on `world_size` ranks of this machine, and calibrate with its pieces.
 
     Args:
-        attempts: where larger sizes took no longer than small ones, because other programs ran, so often is
-            everything measured, each time with twice the rounds.
+        attempts: the most times that everything is measured, each time with twice the rounds: if other
+            programs run, larger sizes may take no longer than small ones.
     Raises:
         RankError: a rank failed.
-        ValueError: as `calibrate`, of the last attempt.
+        ValueError: `calibrate` raised it in the last attempt.
     """
     trials: list[Trial] = ranks.run(take_turns, world_size, configs, effort, timeout=100.0 * effort.rounds)
     try:
@@ -536,10 +536,10 @@ class StepTime:
 def compare_steps(
     configs: Sequence[TrainConfig], cluster: Cluster, trials: Sequence[Trial]
 ) -> list[StepTime]:
-    """Set what `predict_step` says beside what was measured.
+    """Compare the predictions of `predict_step` with the measured iterations.
 
     Args:
-        trials: what `take_turns(configs, ...)` returned on each rank.
+        trials: the results of `take_turns(configs, ...)`, one from each rank.
     """
     compared = []
     for config, of_ranks in zip(configs, zip(*(trial.iterations for trial in trials)), strict=True):

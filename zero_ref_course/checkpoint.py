@@ -47,7 +47,7 @@ RESHARDINGS: list[tuple[Partition, Partition]] = [
 
 
 Read = tuple[int, int, int]
-"""The old rank whose file it is, the first element in that file, the number of elements."""
+"""A read: the old rank whose file is read, the first element in that file, the number of elements."""
 
 READS = Form(
     list_of(list_of(is_whole, 3)), "It must return a list of (old rank, first element, number of elements)."
@@ -56,7 +56,7 @@ READS = Form(
 
 @exercise("checkpoint.reads")
 def reads(answer: Answer) -> str:
-    """Files with a number for each element, read as the answer says."""
+    """Check the answer's reads on files that have a number for each element."""
     pairs = RESHARDINGS + answer.drawn(_drawn_resharding)
     cases = [(*pair, rank) for pair in pairs for rank in range(pair[1].world_size)]
     check_cases(
@@ -91,7 +91,7 @@ def _unjoined(
     rank: int,
     place: Callable[[Slice, int, int], int] = lambda piece, start, before: before + start - piece.start,
 ) -> list[Read]:
-    """The reads that a rule of places gives; `before` are the elements before the slice in its file."""
+    """The reads by a rule for places; `before` is the number of elements before the slice in its file."""
     found = []
     for wanted in new.slices_of_rank[rank]:
         for piece, src in old.pieces_of_param[wanted.param]:
@@ -176,7 +176,7 @@ _MISTAKES: dict[str, Callable[[Partition, Partition, int], list[Read]]] = {
         (src, first, first + numel) for src, first, numel in _reads(old, new, rank)
     ],
 }
-"""What a reader may have written, by what there is to say."""
+"""Wrong rules that a reader may have written, by the message about each."""
 
 
 def _owned(partition: Partition) -> str:
@@ -208,7 +208,7 @@ Shard = dict[Slice, dict[str, torch.Tensor]]
 
 @exercise("checkpoint.consolidate")
 def consolidate(answer: Answer) -> str:
-    """Shards of the package's optimizer on virtual ranks, against what it consolidates itself."""
+    """Check the answer on shards of the package's optimizer against the package's own consolidation."""
     drawn = answer.drawn(
         lambda rng: (even(NUMELS, rng.randint(1, 6)), rng.sample(range(4), rng.randint(0, 2)))
     )
@@ -239,7 +239,7 @@ def consolidate(answer: Answer) -> str:
 def _shard_and_whole(
     comm: Collectives, partition: Partition, unused: Sequence[int], seed: int
 ) -> tuple[Shard, dict[int, dict[str, torch.Tensor]]]:
-    """On a virtual rank: after two steps of Adam the state of its slices, and the whole."""
+    """On a virtual rank: make two steps of Adam; return the state of the rank's slices, and all state."""
     generator = torch.Generator().manual_seed(8 + seed)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.Adam, comm, partition=partition, lr=0.1)
@@ -306,7 +306,7 @@ def _check_state(
 # ----------------------------------------------------------------------------- killed while it saves
 
 WORLDS = [(1, 1), (3, 3), (4, 2), (2, 5)]
-"""The ranks of the save that is there and of the one that is killed."""
+"""The number of ranks of the complete save, and of the save that is killed."""
 
 
 @exercise("checkpoint.save", may_return_none=True)
@@ -394,7 +394,7 @@ INTACT: list[list[list[int]]] = [
     [[6, 4, 5]],
     [[20, 18, 17, 16], [19, 18, 16], [20, 16], [18, 16, 12]],
 ]
-"""On each rank's disk the saves that are intact: all alike; an older one is the answer; none is on all."""
+"""The intact saves on each rank's disk: alike on all; an older one is the answer; no save is on all."""
 
 NUMBER_OR_NONE = Form(
     lambda found: found is None or is_whole(found), "It must return the number of a save, or None."
@@ -403,7 +403,7 @@ NUMBER_OR_NONE = Form(
 
 @exercise("checkpoint.newest_common", may_return_none=True, on_ranks=True)
 def newest_common(answer: Answer) -> str:
-    """The newest save that is intact on all ranks' disks, on virtual ranks and then on real ones."""
+    """Check the newest save that is intact on all ranks' disks, on virtual ranks and then on real ones."""
     for intact in INTACT + answer.drawn(_drawn_disks):
         _check_newest(answer, intact)
     for intact in INTACT[1:2] + INTACT[5:6]:

@@ -21,7 +21,7 @@ Gradients = list[list[float]]
 """The slices that one rank owns, each a list of its elements."""
 
 MOST_BYTES = 512
-"""What an answer may send: a few numbers for each rank, and no gradients."""
+"""The most bytes that an answer may send: enough for a few numbers from each rank, not for gradients."""
 
 
 ALIKE = (
@@ -33,7 +33,7 @@ ALIKE = (
 def _outcomes(
     answer: Answer, given: str, of_ranks: Sequence[tuple[Any, ...]], *, real: bool = False
 ) -> list[Outcome]:
-    """What the answer does on each rank with that rank's arguments, which `given` says in words."""
+    """Call the answer on each rank; `given` describes the arguments, which it must not change."""
     outcomes = outcomes_of(answer, of_ranks, given, ALIKE, real=real)
     for rank, (outcome, before) in enumerate(zip(outcomes, of_ranks)):
         for tensor, was in zip(_tensors(outcome.arguments), _tensors(before), strict=True):
@@ -82,14 +82,14 @@ OWNED: list[list[Gradients]] = [
     [[], [[5.0, -5.0]]],
     _random_gradients([[400, 7], [300], [1], [200, 200, 50], []]),
 ]
-"""For each case the gradients of each rank: of two, of one, with ranks that own nothing, of many elements."""
+"""The gradients of each rank in each case: two ranks, one, ranks that own nothing, many elements."""
 
 NORM_TYPES = [2.0, 1.0, 3.0, math.inf]
 
 
 @exercise("clipping.global_norm", on_ranks=True)
 def global_norm(answer: Answer) -> str:
-    """The norm of all ranks' gradients, on virtual ranks and once on real ones, beside torch's."""
+    """Check the norm of all ranks' gradients against torch's, on virtual ranks and once on real ones."""
     for gradients in OWNED + answer.drawn(_drawn_gradients, 3):
         for norm_type in NORM_TYPES:
             outcomes = _outcomes(answer, _shown(gradients), _of_gradients(gradients, norm_type))
@@ -137,7 +137,7 @@ def _norm(parts: Sequence[Sequence[float]], norm_type: float) -> float:
 
 
 def _ones(parts: Sequence[Sequence[float]]) -> int:
-    """What a sum of x**inf is where no element is above 1."""
+    """The sum of x**inf over elements up to 1: the number of elements with absolute value 1."""
     return sum(abs(element) == 1 for part in parts for element in part)
 
 
@@ -191,12 +191,12 @@ SPOILED: list[list[Gradients]] = [
     [[[INF, 1.0]]],
     [[[3e38, 3e38]], [[3e38], [-3e38]]],
 ]
-"""Finite and not; the last one's sum would overflow, and its elements do not."""
+"""Gradients that are finite and not; in the last case their sum would overflow, but no element does."""
 
 
 @exercise("clipping.may_step", on_ranks=True)
 def may_step(answer: Answer) -> str:
-    """Whether to step, decided alike on all virtual ranks, and once on real ones."""
+    """Check that all ranks decide alike whether to step, on virtual ranks and once on real ones."""
     for gradients in SPOILED + answer.drawn(_drawn_spoiled):
         outcomes = _outcomes(answer, _shown(gradients), _of_gradients(gradients))
         _check_decisions(answer, gradients, _values(answer, outcomes))
@@ -231,7 +231,7 @@ def _check_decisions(answer: Answer, gradients: Sequence[Gradients], values: lis
 # --------------------------------------------------------------------------------- a norm for each parameter
 
 Owned = list[tuple[int, list[float], list[float]]]
-"""What a rank owns: the parameter of each slice, the slice's weights, their gradients."""
+"""The slices of a rank, each as the number of its parameter, its weights, their gradients."""
 
 LAYERS: list[tuple[int, list[Owned]]] = [
     (1, [[(0, [3.0], [6.0])], [(0, [4.0], [8.0])]]),
@@ -247,7 +247,7 @@ LAYERS: list[tuple[int, list[Owned]]] = [
     (2, [[(0, [0.0], [3.0])], [(0, [0.0], [4.0]), (1, [3.0], [0.0])], [(1, [4.0], [0.0])]]),
     (2, [[], [(0, [2.0, -1.0], [-3.0, 0.5]), (1, [7.0], [2.0])]]),
 ]
-"""Parameters in the model, and what each rank owns: cut and whole, two slices of one, zeros, nothing."""
+"""The number of parameters, and each rank's slices: cut and whole, two slices of one, zeros, nothing."""
 
 MOST_CALLS = 2
 MOST_BYTES_PER_PARAM = 32
@@ -255,7 +255,7 @@ MOST_BYTES_PER_PARAM = 32
 
 @exercise("clipping.trust_ratios", on_ranks=True)
 def trust_ratios(answer: Answer) -> str:
-    """A ratio of norms for each parameter, of which ranks own slices, on virtual ranks and on real ones."""
+    """Check the ratio of norms of each parameter, whose slices are on several ranks, virtual and real."""
     for count, owned in LAYERS + answer.drawn(_drawn_layers, 4):
         outcomes = _outcomes(answer, _owned_in_words(owned), _of_layers(count, owned))
         _check_ratios(answer.name, count, owned, outcomes)
@@ -332,7 +332,7 @@ def _check_ratios(name: str, count: int, owned: Sequence[Owned], outcomes: Seque
 
 
 def _norms(owned: Sequence[Owned], param: int | None, which: int, order: float = 2.0) -> float:
-    """Of the weights (1) or gradients (2) of a parameter; of all if it is None."""
+    """The norm of the weights (`which` is 1) or gradients (2) of a parameter; of all parameters if None."""
     slices = [each for of_rank in owned for each in of_rank if param in (None, each[0])]
     return _norm([(weights, gradients)[which - 1] for _, weights, gradients in slices], order)
 

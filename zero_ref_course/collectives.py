@@ -21,7 +21,7 @@ from zero_ref_course.predictions import prediction
 
 
 class _Neighbours:
-    """What an answer is given to send and to receive with, keeping account of both."""
+    """Sends to the next rank and receives from the previous one for an answer, and records all messages."""
 
     def __init__(self, comm: Collectives) -> None:
         self.comm, self.sent, self.under_way = comm, list[int](), list[PendingCall]()
@@ -49,8 +49,8 @@ class _Neighbours:
 
 
 class _Outcome(NamedTuple):
-    """What one rank has in the end: its chunks, the elements of each message that it sent, and the first
-    two of each that it received, which tell whose parts of which chunk they are."""
+    """The result on one rank: its chunks, the number of elements in each message that it sent, and the first
+    two elements of each message that it received, which tell whose parts of which chunk it has."""
 
     chunks: list[list[float]]
     sent: list[int]
@@ -58,9 +58,9 @@ class _Outcome(NamedTuple):
 
 
 def _part(rank: int, sizes: list[int], seed: int) -> list[torch.Tensor]:
-    """A rank's tensor, in chunks: the first element says whose it is, the others which chunk it is.
+    """A rank's tensor, in chunks: the first element of a chunk tells the rank, the others tell the chunk.
 
-    With a seed nobody can know what is in another rank's.
+    With a seed no rank can know another rank's tensor.
     """
     secret = random.Random(f"{seed} {rank}").randrange(10**6) if seed else 0
     return [
@@ -85,16 +85,16 @@ def _reduced(comm: Collectives, answer: Answer, sizes: list[int]) -> _Outcome:
 
 
 SIZES = [[3, 3, 3], [4, 4], [4, 4, 4, 4], [5, 5, 4, 4], [3] * 8, [6]]
-"""Elements of each chunk; as many ranks as chunks. Of one tensor that does not divide evenly, too. Three
-ranks first: on two, the one message of the first half does not show whether its receiver adds."""
+"""Elements of each chunk, with as many ranks as chunks; one of the tensors does not divide evenly. Three
+ranks come first: on two, the one message of the first half does not show whether its receiver adds."""
 
 REAL = [100_000] * 4
-"""On real ranks: 800 kB a chunk, beside which the headers of packets are nothing."""
+"""The sizes on real ranks: chunks of 800 kB, so large that the headers of packets do not count."""
 
 
 @exercise("collectives.ring_all_reduce", seconds=20.0, may_return_none=True, on_ranks=True)
 def ring_all_reduce(answer: Answer) -> str:
-    """The sums and the bytes of a ring, on virtual ranks; then on real ones, counted by the kernel."""
+    """Check the sums and the bytes of a ring on virtual ranks; then on real ones, counted by the kernel."""
     for sizes in SIZES + answer.drawn(lambda rng: [rng.randint(2, 7)] * rng.randint(2, 7), 3):
         _check_ring(answer, sizes, _on_virtual_ranks(answer, sizes))
     outcomes = on_ranks(_reduced_here, len(REAL), answer, REAL)
@@ -168,7 +168,7 @@ def _check_ring(answer: Answer, sizes: list[int], outcomes: list[_Outcome]) -> N
 
 
 def _mistake_in_sum(found: list[float], world_size: int) -> str:
-    """Whose parts are in a chunk, which its first element tells digit by digit."""
+    """Describe whose parts are in a chunk; the digits of its first element tell."""
     digits = f"{int(found[0]):0{world_size}d}"[::-1] if 0 < found[0] < 10**world_size else ""
     missing = [rank for rank, digit in enumerate(digits) if digit == "0"]
     repeated = [rank for rank, digit in enumerate(digits) if digit > "1"]
@@ -180,7 +180,7 @@ def _mistake_in_sum(found: list[float], world_size: int) -> str:
 
 
 def _mistake_in_round(outcomes: list[_Outcome], sizes: list[int], seed: int) -> str:
-    """Which half goes wrong, which the messages tell."""
+    """Describe which half of the rounds goes wrong; the messages tell."""
     n = len(sizes)
     parts = [_part(rank, sizes, seed) for rank in range(n)]
     if all(outcome.chunks == [chunk.tolist() for chunk in own] for outcome, own in zip(outcomes, parts)):
@@ -211,7 +211,7 @@ PAYLOAD = 4 * 2**20
 
 
 class _Library(NamedTuple):
-    """What a library sends for each operation, in payloads, on so many ranks."""
+    """A library on a number of ranks, by how many payloads it sends for each operation."""
 
     world_size: int
     sent: Mapping[str, float]
@@ -229,16 +229,16 @@ LIBRARIES = [
     _Library(1, {"all_reduce": 0, "reduce_scatter": 0}),
     _Library(4, {"all_reduce": 12, "reduce_scatter": 3.09, "all_gather": 3.24, "broadcast": 1.5}),
 ]
-"""Gloo's on 2, 4 and 8 ranks, an honest one, others that pretend elsewhere, a rank that is alone, and one
-that is off in every way."""
+"""Gloo on 2, 4 and 8 ranks, an honest library, libraries with other impostors, a single rank, and a library
+in which every operation is off."""
 
 OVERHEAD = 1.004
-"""What the network adds to each packet."""
+"""The bytes on the wire, with the headers of packets, over the bytes of the messages."""
 
 
 @exercise("collectives.find_the_impostor")
 def find_the_impostor(answer: Answer) -> str:
-    """The operations that put another collective's bytes on the wire, in several libraries."""
+    """Check the operations that put another collective's bytes on the wire, in several libraries."""
     for library in LIBRARIES + answer.drawn(_drawn_library):
         n, payload = library.world_size, library.payload
         sent = {op: round(OVERHEAD * times * payload) for op, times in library.sent.items()}
@@ -273,7 +273,7 @@ def _table(sent: Mapping[str, int]) -> str:
 
 
 def _mistake_in_theory(answer: Answer, sent: Mapping[str, int], payload: int, world_size: int) -> str:
-    """For an answer that accuses every operation: what it would have to be given to accuse none."""
+    """The mistake of an answer that accuses every operation: the wrong bytes for which it accuses none."""
     theory = {op: traffic(op, payload, world_size) for op in sent}
     if not answer(payload, world_size, {op: round(load.total_bytes) for op, load in theory.items()}):
         return (
@@ -323,13 +323,13 @@ LINKS = [
     ("exchange", 4, 10.0, 25.0),
     ("send", 2, 10.0, 25.0),
 ]
-"""Operation, ranks, microseconds, 10^9 bytes a second. Not 8 ranks first: there, gigabits for gigabytes and
-one message alone give the same payload."""
+"""Operation, ranks, latency in microseconds, 10^9 bytes a second. The first case has not 8 ranks, because
+there two mistakes, gigabits for gigabytes and a single message, give the same payload."""
 
 
 @exercise("collectives.small_or_large")
 def small_or_large(answer: Answer) -> str:
-    """The payload for which latency and bandwidth take the same time, on several links."""
+    """Check the payload for which latency and bandwidth take the same time, on several links."""
     for op, world_size, latency_us, gb_per_s in LINKS + answer.drawn(_drawn_link):
         arguments = (op, world_size, latency_us, gb_per_s)
         found = answer(*arguments)

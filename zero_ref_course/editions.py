@@ -1,8 +1,8 @@
-"""The chapters for a course: what `zero-ref notebooks FOLDER --for students` writes, and the other editions.
+"""The chapters for a course: `zero-ref notebooks FOLDER --for students` and the other editions.
 
-Both editions are made from the book's own notebooks, which have a stub, a check and a solution for each
+All editions are made from the book's own notebooks, which have a stub, a check and a solution for each
 exercise. The book skips the check when it is built; in an edition it runs, so that running the notebook
-grades it. The text has in it what only the book's pages add: captions, and the numbers of equations.
+grades it. The text includes the captions and the numbers of equations, which the book's pages add.
 
 The edition for nbgrader is the students', with the metadata that `nbgrader generate_assignment` asks for.
 """
@@ -26,7 +26,7 @@ PREDICT = re.compile(r'(predict\("[\w.]+")\)')
 """A cell that asks for a prediction."""
 
 TO_WRITE = re.compile(r"^( *)raise NotImplementedError.*$", re.MULTILINE)
-"""The line of a stub in whose place an answer comes."""
+"""The line of a stub that an answer replaces."""
 
 NOT_RUN = {"skip-execution", "nbval-skip"}
 """The tags that keep a check from running: the first for Jupyter Book, the second for nbval."""
@@ -48,7 +48,7 @@ def edition(notebook: dict[str, Any], audience: Audience, seed: int = 0) -> dict
     ['def floor(): return 16']
 
     Args:
-        notebook: what is in the file, with cells tagged as CONTRIBUTING.md says. It is left as it is.
+        notebook: the contents of the file, with cells tagged as CONTRIBUTING.md says. It is not changed.
         seed: for nbgrader: each check has a hidden test, of cases drawn from the seed; 0 for none.
     Raises:
         ValueError: an exercise and its solution do not follow each other, or the stub is not blank.
@@ -129,7 +129,7 @@ def write_editions(
     Args:
         source: the folder with the book's notebooks.
         folder: new or empty.
-        chapters: which ones, each by its number or its name: `["3", "step"]`. None named: all.
+        chapters: numbers or names of chapters, such as `["3", "step"]`; if empty, all chapters.
         seed: as in `edition`.
     Raises:
         OSError: a file cannot be read or written.
@@ -160,7 +160,7 @@ def write_editions(
 
 
 def chapters_in(source: str | Path, chapters: Sequence[str] = ()) -> list[Path]:
-    """The notebooks of these chapters, in the order of `CHAPTERS`; of all if none is named.
+    """The notebooks of these chapters, in the order of `CHAPTERS`; all notebooks if no chapter is named.
 
     >>> [path.name for path in chapters_in("notebooks", ["step", "3"])]                  # doctest: +SKIP
     ['03_partition.ipynb', '04_step.ipynb']
@@ -186,7 +186,7 @@ def chapters_in(source: str | Path, chapters: Sequence[str] = ()) -> list[Path]:
 
 
 def _place(path: Path) -> tuple[int, str]:
-    """Where a chapter stands in the book: by its name, because a new chapter may come between two numbers."""
+    """A chapter's position in the book, by its name: a new chapter may come between two numbers."""
     name = path.stem.partition("_")[2]
     return (CHAPTERS.index(name) if name in CHAPTERS else len(CHAPTERS)), path.name
 

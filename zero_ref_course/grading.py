@@ -1,4 +1,4 @@
-"""Grade the notebooks of a class: what `zero-ref grade FOLDER` does.
+"""Grade the notebooks of a class, as `zero-ref grade FOLDER` does.
 
     for row in grade_class("submissions", seed=2026):
         print(row.file, row.exercise, row.status)
@@ -24,14 +24,14 @@ from zero_ref_course.notebook import ExerciseCells, grade_alone, read_notebook
 
 
 class Row(NamedTuple):
-    """How one exercise of one notebook went.
+    """The result of one exercise of one notebook.
 
     Args:
         file: the notebook, by its path in the folder of the class: two students of one name have two paths.
         exercise: "partition.even_split"; empty where the file as a whole cannot be graded.
-        status: as a `Verdict` has it. "missing": no cell has the exercise's id. "unreadable": the file is no
-            notebook, or has no exercise of the book.
-        message: what the check says. The message of a hidden case has its input.
+        status: the status of the `Verdict`; or "missing": no cell has the exercise's id; or "unreadable": the
+            file is no notebook, or has no exercise of the book.
+        message: the message of the check. The message of a hidden case has the case's input.
     """
 
     file: str
@@ -45,7 +45,7 @@ def grade_class(
 ) -> Iterator[Row]:
     """Grade all notebooks in a folder and in the folders inside it, in the order of their paths.
 
-    Of each chapter of which a notebook has an exercise, all exercises count.
+    If a notebook has one exercise of a chapter, all exercises of that chapter count.
 
     Args:
         seed: of hidden cases; 0 for none. The statuses of one class are comparable with one seed.
@@ -110,7 +110,7 @@ def cell_id(exercise: str, part: str = "stub") -> str:
 def answers_in(notebook: dict[str, Any]) -> dict[str, ExerciseCells | None]:
     """Return the answers in a notebook by exercise; None for one that is missing.
 
-    Of a chapter of which one exercise is there, all are in the result.
+    If the notebook has one exercise of a chapter, the result has all exercises of that chapter.
 
     >>> cell = {"cell_type": "code", "id": "even-split-stub", "metadata": {}, "source": "even_split = sum"}
     >>> {name: cells and cells.stub for name, cells in answers_in({"cells": [cell]}).items()}

@@ -1,4 +1,4 @@
-"""Graders of the chapter on groups: a step that asks first, what would move, what freezing sends."""
+"""Graders of the chapter on groups: a step that asks all ranks first, state that moves, frozen parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zero_ref_course.predictions import prediction
 # ---------------------------------------------------------------------- a step that asks what is trained
 
 FlagsOfRanks = list[list[bool]]
-"""For each rank, whether each parameter is trained there."""
+"""Whether each parameter is trained, for each rank."""
 
 SHAPES = [(4, 3), (3,), (3, 2), (2,)]
 OWNERS = [0, 1, 1, 0]
@@ -45,11 +45,11 @@ FLAGS: list[FlagsOfRanks] = [
     [[False, False, False, False]] * 2,
     [[True, False, True, False]],
 ]
-"""Alike and not; a difference that only rank 2 has, one that only rank 1 has; nothing is trained."""
+"""Flags that are alike on all ranks, or not; that differ on rank 2 or rank 1 alone; nothing is trained."""
 
 
 class AfterStep(NamedTuple):
-    """What a rank returned, its parameters before and after, and what it called."""
+    """The value that a rank returned, its parameters before and after the step, and its calls."""
 
     returned: Any
     before: list[torch.Tensor]
@@ -59,7 +59,7 @@ class AfterStep(NamedTuple):
 
 @exercise("groups.agreed_step", seconds=20.0, on_ranks=True)
 def agreed_step(answer: Answer) -> str:
-    """A step of what is trained, on virtual ranks that agree and that do not, then on real ones."""
+    """Check a step of the trained parameters on virtual ranks that agree, or do not, then on real ones."""
     for flags in FLAGS + answer.drawn(_drawn_flags):
         of_ranks = on_virtual_ranks(
             _step_with_flags,
@@ -170,12 +170,12 @@ def _check_values(where: str, rank: int, found: AfterStep, flags: Sequence[bool]
 # -------------------------------------------------------------------------------- state to move
 
 BYTES_PER_ELEMENT = 8
-"""Adam's two running means in float32."""
+"""The bytes of Adam's two running means in float32, for each element."""
 
 
 @exercise("groups.state_to_move")
 def state_to_move(answer: Answer) -> str:
-    """Bytes of Adam's state that would change owner, against counting element by element."""
+    """Check the bytes of Adam's state that would change owner against a count of elements, one by one."""
     cases = _pairs_of_partitions() + answer.drawn(_pair_of_partitions)
     check_cases(
         answer,
@@ -266,7 +266,7 @@ def _mistake_in_bytes(theirs: int, right: int, before: Partition, after: Partiti
 
 
 def _overlaps(before: Partition, after: Partition) -> list[tuple[int, int, int]]:
-    """(elements, old owner, new owner) of each old slice with each new one of its parameter."""
+    """(elements, old owner, new owner) of each overlap of an old slice with a new one."""
     return [
         (min(old.stop, new.stop) - max(old.start, new.start), old_owner, new_owner)
         for olds, news in zip(before.pieces_of_param, after.pieces_of_param)
@@ -297,7 +297,7 @@ TIMELINES: list[Flags] = [
     [[T, T, T, T], [F, F, F, F], [F, F, F, F], [F, F, F, T]],
     [[T, F, T, F], [F, T, F, T], [T, F, T, F], [T, F, T, F]],
 ]
-"""Which parameters are trained in each step: one frozen for a while, some from the start, all, in turn."""
+"""The trained parameters in each step: one frozen for a while, some from the start, all, in turn."""
 
 CALLS = Form(
     list_of(list_of(list_of(lambda _: True, 2))),
@@ -307,7 +307,7 @@ CALLS = Form(
 
 @exercise("groups.calls_of_steps", on_ranks=True)
 def calls_of_steps(answer: Answer) -> str:
-    """The calls of steps between which parameters are frozen, as two real ranks record them."""
+    """Check the calls of steps between which parameters are frozen, against those that real ranks record."""
     partition = sorted_greedy(NUMELS, 2)
     timelines = TIMELINES + answer.drawn(
         lambda rng: [rng.choice(([T, T, T, T], [T, F, T, T], [F, F, T, F])) for _ in range(5)]
@@ -327,7 +327,7 @@ def calls_of_steps(answer: Answer) -> str:
 
 
 def _record(partition: Partition, timelines: Sequence[Flags]) -> list[list[Calls]]:
-    """On a rank: what the package's steps send while parameters are frozen and thawed."""
+    """On a rank: record the calls of the package's steps while parameters are frozen and thawed."""
     recorded = []
     for flags in timelines:
         params = [nn.Parameter(torch.ones(n), requires_grad=f) for n, f in zip(partition.numels, flags[0])]
@@ -349,7 +349,7 @@ def _short(call: Call) -> tuple[str, int]:
 
 
 def _calls(answer: Answer, partition: Partition, flags: Flags) -> list[Calls]:
-    """What the answer returns, once it is a list of (operation, bytes) for each step."""
+    """Return the answer's value, once it is a list of (operation, bytes) for each step."""
     returned = CALLS.returned_by(answer, partition, flags, call=answer.name)
     assert len(returned) == len(flags), (
         f"{answer.name} returned {len(returned)} lists for {len(flags)} steps."
@@ -430,6 +430,6 @@ def _gradients_nobody_averages() -> float:
 
 
 def _specs(names: tuple[str, ...]) -> list[ParamSpec]:
-    """The parameters of the chapter's model whose names begin so."""
+    """The parameters of the chapter's model whose names begin with one of these."""
     model = GPT(GPTConfig(layers=2, heads=2, width=32, context=32))
     return [spec for spec in from_module(model) if spec.name.startswith(names)]

@@ -29,7 +29,7 @@ SHAPES = [(4, 3), (3,), (3, 2), (2,), (5,)]
 
 @exercise("join.shadow_step", seconds=20.0, may_return_none=True, on_ranks=True)
 def shadow_step(answer: Answer) -> str:
-    """Three steps in which some ranks have left, on virtual ranks, then once on real ones."""
+    """Check three steps in which some ranks have left, on virtual ranks, then once on real ones."""
     for world_size, joined in [(2, {0}), (2, {1}), (3, {0, 2}), (3, {1})]:
         where = f"on {world_size} ranks of which {sorted(joined)} have left"
         outcomes = on_virtual_ranks(
@@ -53,7 +53,7 @@ def _train_on_real_ranks(answer: Answer, joined: set[int]) -> Any:
 
 
 def _train(comm: Collectives, answer: Answer, joined: set[int]) -> Any:
-    """Parameters after each step here, and those of a plain optimizer, step by step."""
+    """Train; return the parameters after each step on this rank, and those of a plain optimizer."""
     generator = torch.Generator().manual_seed(answer.seed)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     twins = copy.deepcopy(params)
@@ -121,7 +121,7 @@ INPUTS = [[3, 5, 7], [2, 2, 2], [4, 1], [1, 3, 0]]
 
 @exercise("join.averages", seconds=20.0, on_ranks=True)
 def averages(answer: Answer) -> str:
-    """The averaged gradient of every iteration, beside that of DistributedDataParallel on real ranks."""
+    """Check the averaged gradient of every iteration against DistributedDataParallel's on real ranks."""
     for batches in INPUTS + answer.drawn(_drawn_batches, 2):
         for by_initial in (True, False):
             ours = list(answer(list(batches), by_initial))
@@ -147,7 +147,7 @@ def _drawn_batches(rng: random.Random) -> list[int]:
 
 
 def _averages(batches: Sequence[int], by_initial: bool) -> list[float]:
-    """A model with one parameter whose gradient is 1 for every batch: what DDP makes of it."""
+    """DDP's averaged gradients of a model with one parameter, whose gradient is 1 for every batch."""
     model = nn.Linear(1, 1, bias=False)
     ddp = DistributedDataParallel(model)
     seen = []
@@ -183,7 +183,7 @@ NOBODY_LEAVES = (
 
 @exercise("join.until_all_are_done", seconds=20.0, on_ranks=True)
 def until_all_are_done(answer: Answer) -> str:
-    """Epochs of different lengths, on virtual ranks and then on real ones."""
+    """Check epochs of different lengths, on virtual ranks and then on real ones."""
     for epoch in EPOCHS + answer.drawn(_drawn_epoch):
         _check_epoch(answer, epoch)
     for epoch in EPOCHS[1:2] + EPOCHS[3:4]:
@@ -217,7 +217,7 @@ def _check_epoch(answer: Answer, epoch: list[list[float]], real: bool = False) -
 
 
 def _sums(epoch: list[list[float]]) -> tuple[list[float], list[int]]:
-    """Of each iteration the sum, and the number of ranks that have data."""
+    """The sum of the gradients in each iteration, and the number of ranks that have data in it."""
     iterations = range(max(map(len, epoch)))
     active = [[of_rank[i] for of_rank in epoch if i < len(of_rank)] for i in iterations]
     return [sum(each) for each in active], [len(each) for each in active]

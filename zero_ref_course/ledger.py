@@ -1,4 +1,4 @@
-"""Chapter 1's graders: the ranks that a run needs, and what it still holds that was hoped to be gone."""
+"""Chapter 1's graders: the ranks that a run needs, the better of two remedies, the floor of the memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RUNS: list[Run] = [
     (10**12, 80 * BILLION, 3, (2, 4, 12)),
     (1001, 4500, 1, MIXED),
 ]
-"""Some fit to the byte, some miss by one; some fit on no number of ranks."""
+"""Runs that fit to the byte, runs that miss by one byte, runs that fit on no number of ranks."""
 
 RANKS_OR_NONE = Form(
     lambda found: found is None or is_whole(found), "It must return a whole number of ranks, or None."
@@ -57,7 +57,7 @@ RANKS_OR_NONE = Form(
 
 @exercise("ledger.ranks_to_fit", may_return_none=True)
 def ranks_to_fit(answer: Answer) -> str:
-    """The fewest ranks on which a run fits, or that none are enough."""
+    """Check the fewest ranks on which a run fits, or that no number is enough."""
     assert any(answer(*run) is not None for run in RUNS), (
         f"{answer.name} returns None for every run. Does the function end in a `return`?"
     )
@@ -83,7 +83,7 @@ def _drawn_run(rng: random.Random) -> Run:
 
 
 def _parts(numel: int, stage: int, nbytes: Sequence[int]) -> tuple[int, int]:
-    """Bytes that every rank has, bytes that the ranks share."""
+    """The bytes that every rank has, and the bytes that the ranks share."""
     divided = sum(part for part, since in zip(nbytes, (3, 2, 1)) if stage >= since)
     return numel * (sum(nbytes) - divided), numel * divided
 
@@ -162,7 +162,7 @@ _DIVISIONS: dict[str, Callable[[int, int, int, Sequence[int]], tuple[int, int, i
         lambda numel, room, stage, nbytes: (room, *_parts(numel, stage, nbytes[::-1]))
     ),
 }
-"""The room, what is whole and what is divided as a reader may have them, by what there is to say."""
+"""The room, the whole and the divided bytes as a reader may count them, by the message about it."""
 
 _QUOTIENTS: dict[str, Callable[[int, int, int], int | None]] = {
     "": _fewest_of,
@@ -171,7 +171,7 @@ _QUOTIENTS: dict[str, Callable[[int, int, int], int | None]] = {
         _one_too_many
     ),
 }
-"""The ranks that a reader may count from them."""
+"""The number of ranks that a reader may compute from these three, by the message about it."""
 
 
 def _made(
@@ -186,7 +186,7 @@ _MISTAKES = {
     for rounded, quotient in _QUOTIENTS.items()
     if divided or rounded
 }
-"""A mistake in what is divided, in the quotient, or in both."""
+"""Mistakes in the division, in the quotient, or in both, by the message about each."""
 
 
 # ----------------------------------------------------------------------- why a run did not shrink as much
@@ -199,7 +199,7 @@ HALF_IN_ONE = [55 * 10**6, *[3 * 10**6] * 15]
 
 @exercise("ledger.what_would_help", on_ranks=True)
 def what_would_help(answer: Answer) -> str:
-    """The better of two remedies and its saving, for runs under stage 1: two real ones, three on paper."""
+    """Check the better of two remedies and its saving, under stage 1: two real runs, three on paper."""
     for name, numels in (("an even model", BALANCED), ("a model with one large tensor", ONE_LARGE)):
         held = _fullest(ranks.run(_step_under_zero, 2, numels))
         _check_remedy(answer, f"{name} on 2 real ranks", numels, 2, held)
@@ -280,7 +280,7 @@ def _mistake_in_remedy(
 
 @exercise("ledger.floor", on_ranks=True)
 def floor(answer: Answer) -> str:
-    """Bytes below which the fullest rank does not fall, however many ranks there are."""
+    """Check the bytes below which the fullest rank does not fall, however many ranks there are."""
     measured = sum(_fullest(ranks.run(_step_under_zero, 2, ONE_LARGE)))
     _check_floor(answer, "On 2 real ranks, where one owns the largest tensor alone,", ONE_LARGE, measured)
     models = {
@@ -342,7 +342,7 @@ def _mistake_in_floor(theirs: float, right: int, numels: list[int]) -> str:
 
 
 def _step_under_zero(numels: Sequence[int]) -> HeldBytes:
-    """On a rank: what it holds after a step of fp32 AdamW, sharded by whole tensors."""
+    """On a rank: make a step of fp32 AdamW, sharded by whole tensors, and return the bytes that it holds."""
     params = [torch.nn.Parameter(torch.zeros(numel, device=ranks.device())) for numel in numels]
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW)
     for param in params:
@@ -352,7 +352,7 @@ def _step_under_zero(numels: Sequence[int]) -> HeldBytes:
 
 
 def _predicted(numels: Sequence[int], world_size: int) -> HeldBytes:
-    """The same on paper, for the fullest rank."""
+    """The bytes that the fullest rank holds after such a step, by the simulator's schedule."""
     plan = schedule("zero", [ParamSpec(numel) for numel in numels], world_size)
     return HeldBytes(plan.parameter_bytes_max, plan.gradient_bytes_max, plan.state_bytes_max)
 

@@ -41,7 +41,7 @@ RUNS = [(11, 2, 3, True), (11, 2, 3, False), (9, 0, 4, True), (7, 5, 4, False), 
 
 @exercise("local_sgd.equal_after", on_ranks=True)
 def equal_after(answer: Answer) -> str:
-    """The steps after which all ranks are equal: many as the schedule has them, then some on real ranks."""
+    """Check the steps after which all ranks are equal: many runs by the schedule, some on real ranks."""
     cases = _cases() + answer.drawn(_drawn_schedule)
     for case in cases:
         _check_steps(answer, case, _planned(case), "the schedule says")
@@ -78,7 +78,7 @@ def _planned(case: tuple[int, int, int, bool]) -> list[int]:
 
 
 def _measured(cases: Sequence[tuple[int, int, int, bool]]) -> list[list[int]]:
-    """On a rank: of each case the steps after which the ranks of a run hold the same, bit for bit."""
+    """On a rank: find the steps of each case after which all ranks hold the same values, bit for bit."""
     rank, found = dist.get_rank(), []
     for case in cases:
         averager = ModelAverager(_schedule_of(case, dist.get_world_size()))
@@ -137,12 +137,12 @@ def _check_steps(answer: Answer, case: tuple[int, int, int, bool], expected: lis
 # -------------------------------------------------------------------------------------------- what is sent
 
 MEASURED = (500_000, 2, 11, 3, 4)
-"""Payload in bytes, ranks, steps, warm-up, period: on real ranks, where 1% is more than the headers."""
+"""A run on real ranks: payload in bytes, ranks, steps, warm-up, period. The headers are less than 1%."""
 
 
 @exercise("local_sgd.bytes_sent", on_ranks=True)
 def bytes_sent(answer: Answer) -> str:
-    """What a rank sends of gradients and averages, beside the schedule's calls and real ranks' bytes."""
+    """Check the bytes that a rank sends against the schedule's calls, and against those of real ranks."""
     cases = [
         (nbytes, world_size, steps, warmup_steps, period)
         for nbytes in (4_000, 1_000_000)
@@ -205,7 +205,7 @@ def _planned_bytes(case: tuple[int, int, int, int, int]) -> float:
 
 
 def _sent_in_a_run(case: tuple[int, int, int, int, int]) -> int | None:
-    """On a rank: bytes that it sends in such a run, agreements included."""
+    """On a rank: make a run, and return the bytes that the rank sends, agreements included."""
     nbytes, _, steps, warmup_steps, period = case
     model = nn.Linear(nbytes // 4, 1, bias=False)
     averager = ModelAverager(AveragingSchedule.periodic(period, warmup_steps=warmup_steps))
@@ -229,7 +229,7 @@ SHAPES = [(3, 4), (4,), (), (2, 5)]
 
 @exercise("local_sgd.average", may_return_none=True, on_ranks=True)
 def average(answer: Answer) -> str:
-    """The average on virtual ranks, where every call is seen; then in place of the package's on real ones."""
+    """Check the average on virtual ranks, where every call is seen; then on real ones, in a training."""
     for world_size in (2, 3, 1):
         outcomes = on_virtual_ranks(
             _Outcome,
@@ -255,7 +255,7 @@ def _parameters(rank: int, seed: int) -> list[nn.Parameter]:
 
 
 class _Outcome:
-    """What an answer left on a rank."""
+    """The result of an answer on one rank: its calls, and its parameters and gradients afterwards."""
 
     def __init__(self, comm: Collectives, answer: Answer) -> None:
         params = _parameters(comm.rank, answer.seed)
@@ -310,7 +310,7 @@ def _check_average(outcomes: Sequence[_Outcome], seed: int) -> None:
 
 
 def _train_with(answer: Answer) -> Any:
-    """Nine local steps and three averages, with the answer's and with the package's."""
+    """Train nine local steps and three averages, with the answer's average and with the package's."""
     comm = as_collectives(None)
     torch.manual_seed(0)
     ours = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
@@ -362,7 +362,7 @@ _OPTIMIZERS: tuple[Callable[[list[torch.Tensor]], torch.optim.Optimizer], ...] =
 
 
 def _goes_as_ddp(optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer]) -> bool:
-    """Whether two ranks that average a parameter after every step have the one of DDP after three steps."""
+    """Whether two ranks that average a parameter after every step have DDP's parameter after three steps."""
     gradients = torch.tensor([[1.0, -3.0], [2.0, 0.5], [-1.0, 4.0]], dtype=torch.float64)
     alone, together = torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     of_ranks = [alone[0:1], alone[1:2]]

@@ -63,14 +63,14 @@ class NormalizedRows(_Scaled):
 
 
 class WarmsUp(_Scaled):
-    """Plain in the first step, with a gradient of length 1 from the second step on."""
+    """Descends by the gradient in the first step, and by a gradient of length 1 from the second step on."""
 
     def scaled(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         return grad if self.steps == 1 else grad / grad.norm()
 
 
 class ClipsTogether(_Scaled):
-    """Divides by the norm of all the gradients that it has."""
+    """Divides by the norm of all gradients of the optimizer together."""
 
     def scaled(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         grads = [each.grad.flatten() for group in self.param_groups for each in group["params"]]
@@ -89,7 +89,7 @@ class _Trial(NamedTuple):
     options: dict[str, Any]
     may_be_cut: bool
     reason: str
-    """What to say if the answer is the opposite."""
+    """The message if the answer is the opposite."""
 
 
 TRIALS: list[_Trial] = [
@@ -132,21 +132,21 @@ TRIALS: list[_Trial] = [
         "learning rate that is a small difference: allow for none, since there is no rounding to allow for.",
     ),
 ]
-"""The likeliest mistakes each give a wrong verdict about one of the last five."""
+"""Optimizers to judge. The likeliest mistakes each give a wrong verdict about one of the last five."""
 
 
 ELEMENTWISE = [
     _Trial(each, {"lr": 0.1}, True, "It updates each element from that element alone.")
     for each in (Adagrad, Adamax, NAdam, RAdam, RMSprop)
 ]
-"""Hidden ones."""
+"""Optimizers of the hidden cases."""
 
 VERDICT = Form(lambda value: isinstance(value, bool), "It must return True or False.")
 
 
 @exercise("matrices.may_be_cut", seconds=20.0)
 def may_be_cut(answer: Answer) -> str:
-    """The verdict about four optimizers of torch and five that are made to be mistaken for elementwise."""
+    """Check the verdict about four optimizers of torch and five that are easily mistaken for elementwise."""
     for trial in TRIALS + answer.drawn(lambda rng: rng.choice(ELEMENTWISE), 3):
         name = trial.optimizer_class.__name__
         call = f"{answer.name}({name}, ...)"
@@ -169,14 +169,14 @@ def may_be_cut(answer: Answer) -> str:
 # ------------------------------------------------------------------------ a matrix that is cut by rows
 
 ROWS: list[tuple[list[int], int]] = [([2, 2], 3), ([1, 4, 2], 5), ([3], 4), ([0, 3], 2), ([5, 0, 1, 7], 8)]
-"""Rows of the matrix that each rank has, and its columns: as many, more and less, alone, none."""
+"""The rows of the matrix on each rank, and its columns: equal numbers, unequal ones, one rank, no rows."""
 
 ALIKE = "Every rank makes the same calls, with tensors of one shape, also a rank that has no row."
 
 
 @exercise("matrices.rows_and_columns", on_ranks=True)
 def rows_and_columns(answer: Answer) -> str:
-    """The update of RowsAndColumns on ranks that each have some rows, beside that of the whole matrix."""
+    """Check the update of RowsAndColumns by ranks that have some rows each, against the whole matrix's."""
     for rows, columns in ROWS + answer.drawn(_drawn_rows):
         _check_rows(answer, rows, columns)
     _check_rows(answer, *ROWS[1], real=True)
@@ -256,11 +256,11 @@ SHAPES: list[list[tuple[int, int]]] = [
     [(4, 4)],
     [(2, 2)] * 4,
 ]
-"""For each matrix the rows that each rank has of it, and its columns; as many matrices as ranks."""
+"""The rows of each matrix on each rank, and its columns; as many matrices as ranks."""
 
 
 class _Updated(NamedTuple):
-    """What a rank returned, the matrices that it updated, and what it called."""
+    """The value that a rank returned, the matrices that it updated, and its calls."""
 
     value: Any
     updated: list[torch.Tensor]
@@ -269,7 +269,7 @@ class _Updated(NamedTuple):
 
 @exercise("matrices.update_whole", seconds=20.0, on_ranks=True)
 def update_whole(answer: Answer) -> str:
-    """Matrices cut by rows, each updated as a whole by one rank, on virtual ranks and on real ones."""
+    """Check matrices that are cut by rows and updated as a whole by one rank, on virtual and real ranks."""
     for shapes_of in SHAPES + answer.drawn(_drawn_shapes, 4):
         of_ranks = on_virtual_ranks(
             _update_here,
@@ -292,7 +292,7 @@ def _drawn_shapes(rng: random.Random) -> list[tuple[int, int]]:
 
 
 def _parts(shapes_of: Sequence[tuple[int, int]], seed: int) -> list[list[torch.Tensor]]:
-    """For each rank its rows of every matrix."""
+    """The rows of every matrix, for each rank."""
     n = len(shapes_of)
     generator = torch.Generator().manual_seed(seed)
     wholes = [torch.randn(n * rows, columns, generator=generator) for rows, columns in shapes_of]
@@ -300,7 +300,7 @@ def _parts(shapes_of: Sequence[tuple[int, int]], seed: int) -> list[list[torch.T
 
 
 def _update(matrix: torch.Tensor) -> torch.Tensor:
-    """Stands for Muon's: no row of it can be had from that row alone."""
+    """An update in place of Muon's: no row of it can be computed from that row alone."""
     return matrix / matrix.norm() + matrix.mean()
 
 

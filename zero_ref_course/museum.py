@@ -1,4 +1,4 @@
-"""Chapter 19's graders: which cause gives what was seen, and a step that passes the doctor."""
+"""Chapter 19's graders: the causes that explain an observation, and a step that passes the doctor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OBSERVED: list[tuple[str, list[float]]] = [
 
 @exercise("museum.causes")
 def causes(answer: Answer) -> str:
-    """What was observed, against the plain loop and three causes."""
+    """Check the causes of several observations, given the plain loop and three possible causes."""
     given = {"summed": SUMMED, "last micro-batch": LAST, "one rank": LAST}
     alternatives = {name: torch.tensor(values) for name, values in given.items()}
     for what, values in OBSERVED:
@@ -84,9 +84,7 @@ ALIKE = (
 
 @exercise("museum.healthy_step", seconds=10.0, may_return_none=True, on_ranks=True)
 def healthy_step(answer: Answer) -> str:
-    """On virtual ranks first, which hear of each other; then the doctor holds it against SGD on two real
-    ones.
-    """
+    """Check a step on virtual ranks, then by the doctor, who compares it with SGD on two real ranks."""
     _rehearse(answer)
     report = diagnose(
         Answered(answer),
@@ -106,8 +104,8 @@ OWNERS = [1, 0, 0]
 
 
 def _rehearse(answer: Answer) -> None:
-    """Three parameters on two ranks: both have a gradient of the first, one of the second, none of the
-    third.
+    """Call the answer with three parameters on two ranks: both have a gradient of the first, one rank has a
+    gradient of the second, no rank of the third.
     """
     params = [torch.full((2,), 8.0) for _ in range(3)]
     gradients: list[list[torch.Tensor | None]] = [

@@ -1,10 +1,10 @@
-"""Grade a whole notebook as it stands in its file: what `zero-ref check notebooks/03_partition.ipynb` does.
+"""Grade a whole notebook as it stands in its file, as `zero-ref check notebooks/03_partition.ipynb` does.
 
 Each exercise runs by itself, in a process of its own: the notebook's cell of imports, the cell with the
-reader's function, the check. A cell that fails, hangs or ends its process harms no other exercise. So are
-the notebooks of a class graded, by `grading`.
+reader's function, the check. A cell that fails, hangs or ends its process harms no other exercise. `grading`
+grades the notebooks of a class in the same way.
 
-It runs code from the file with the rights of whoever calls it: open only notebooks that you would run.
+Code from the file runs with the caller's rights: grade only notebooks that you would run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zero_ref_course import ExerciseFailed, StillTheStub, grade
 
 
 class ExerciseCells(NamedTuple):
-    """An exercise in a notebook: its name, that of the reader's function, and the source of its cells."""
+    """An exercise in a notebook: its name, the name of the reader's function, the source of its cells."""
 
     exercise: str
     function: str
@@ -38,7 +38,7 @@ class ExerciseCells(NamedTuple):
     solution: str
 
     def define(self, source: str) -> Callable[..., Any]:
-        """The function, after the setup cell and then `source` ran in a namespace of their own.
+        """Run the setup cell and then `source` in a namespace of their own, and return the function.
 
         Raises:
             ExerciseFailed: a cell raises, or does not define the function.
@@ -52,10 +52,10 @@ class ExerciseCells(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """How an answer went, and what the check says of it.
+    """The grade of an answer, and the message of the check.
 
     Args:
-        status: "hidden cases failed": it is right in the cases that everybody can read.
+        status: "hidden cases failed": the answer is right in the cases that everybody can read.
     """
 
     status: Literal["passed", "hidden cases failed", "failed", "not started"]
@@ -63,7 +63,7 @@ class Verdict(NamedTuple):
 
 
 class ExerciseResult(NamedTuple):
-    """How one exercise of a notebook went."""
+    """The result of one exercise of a notebook."""
 
     exercise: str
     passed: bool
@@ -88,11 +88,11 @@ def check_notebook(path: str | Path, seconds: float = 120.0) -> list[ExerciseRes
 
 
 def exercises_in(path: str | Path) -> list[ExerciseCells]:
-    """The exercises of a notebook, in its order.
+    """The exercises of a notebook, in their order there.
 
     The function is in the last cell tagged `exercise` before the one tagged `check`, which names both; a
-    cell tagged `solution` follows. The imports are the first code cell but the one tagged `install`, which
-    whoever runs this has no need of. Tags survive editors that write new cell ids.
+    cell tagged `solution` follows. The imports are the first code cell that is not tagged `install`. Tags
+    survive editors that write new cell ids.
 
     Raises:
         OSError, ValueError: as in `check_notebook`.
@@ -112,7 +112,7 @@ def exercises_in(path: str | Path) -> list[ExerciseCells]:
 
 
 def read_notebook(path: str | Path) -> dict[str, Any]:
-    """What is in the file of a notebook: `cells` with type, source and metadata, and whatever else.
+    """The contents of a notebook's file: `cells` with type, source and metadata, and all other keys.
 
     Raises:
         OSError: the file cannot be read.
@@ -155,12 +155,12 @@ def _run_cell(source: str, name: str, namespace: dict[str, Any]) -> None:
 def grade_alone(cells: ExerciseCells, folder: Path, seconds: float, seed: int = 0) -> Verdict:
     """Check the answer in `cells.stub` in a process of its own.
 
-    A pass is what the check has written into a file, in a process that then ends. An answer that ends the
-    process, never ends, or prints anything does not pass.
+    The process writes its verdict into a file. An answer that ends the process, or never ends, does not
+    pass, whatever it prints.
 
     Args:
-        folder: the one in which the answer runs.
-        seconds: for all of it, the start of the process included, times `patience()`; then it is ended.
+        folder: the folder in which the answer runs.
+        seconds: the most time for the process, its start included, times `patience()`; then it is ended.
         seed: of hidden cases, which are tried too; 0 for none.
     """
     seconds *= patience()
@@ -191,7 +191,7 @@ def grade_alone(cells: ExerciseCells, folder: Path, seconds: float, seed: int = 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it and what it started; what has ended already is left alone."""
+    """End the process and all that it started, if they have not ended already."""
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -201,14 +201,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def import_path() -> str:
-    """A PYTHONPATH for a process in another folder: both packages, and what this process was given."""
+    """A PYTHONPATH for a process in another folder: both packages, and this process's own PYTHONPATH."""
     packages = [str(Path(file).parents[1]) for file in (zero_ref.__file__, __file__)]
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     return os.pathsep.join(dict.fromkeys(map(os.path.abspath, [*packages, *given])))
 
 
 def _main() -> None:
-    """In the process of one exercise: grade it, and write down how it went."""
+    """Grade one exercise in a process of its own, and write the verdict to a file."""
     fields, seed, result = json.load(sys.stdin)
     verdict = _judge(ExerciseCells(*fields), seed)
     Path(result).write_text(json.dumps(verdict), encoding="utf-8")

@@ -41,7 +41,7 @@ LINKS = [  # bytes, backward ms, latency ms, GB/s
     (10e6, 5.0, 0.02, 10.0),
     (100e6, 400.0, 30.0, 10.0),
 ]
-"""A short latency, a long one, a link too slow to hide, a large model, a small one, one bucket the best."""
+"""A short latency, a long one, a link too slow to hide, a large model, a small one, one bucket is best."""
 
 COUNTS = [*range(1, 65), *(round(64 * 1.05**i) for i in range(1, 48))]
 TOLERANCE = 1.1
@@ -50,7 +50,7 @@ MOST_BUCKETS = 20_000
 
 @exercise("overlap.bucket_size", draws=timelines)
 def bucket_size(answer: Answer) -> str:
-    """Bytes of a bucket with which an iteration takes hardly longer than with the best of many sizes."""
+    """Check that an iteration with the answer's bucket size takes hardly longer than with the best size."""
     for link in LINKS + answer.drawn(_drawn_link, 4):
         nbytes, _, latency_ms, _ = link
         chosen = answer(*link)
@@ -103,13 +103,13 @@ def _iteration_ms(size: float, *link: float) -> float:
 # ------------------------------------------------------------------------- reduce while backward goes on
 
 BACKWARD_MS, REDUCE_MS = 4.0, 3.0
-"""What the backward of a layer and the reduction of its gradient take on the rehearsal's clock."""
+"""The times of a layer's backward and of its gradient's reduction on the rehearsal's clock."""
 
 NUMEL = 5
 
 
 class _Watched:
-    """A rank's network with a clock. A tensor holds nothing until somebody has waited for its reduction."""
+    """A rank's network with a clock. A tensor has no values until the answer has waited for its reduction."""
 
     def __init__(self, comm: Collectives) -> None:
         self._comm = comm
@@ -170,7 +170,7 @@ class _Reduction:
 
 
 class _Reduced(NamedTuple):
-    """What a rank returned, when it computed and sent, and which reductions nobody has waited for."""
+    """The value that a rank returned, its timeline, and the reductions that nobody has waited for."""
 
     value: Any
     timeline: Timeline
@@ -180,7 +180,7 @@ class _Reduced(NamedTuple):
 
 @exercise("overlap.reduce_as_ready", seconds=20.0, on_ranks=True, draws=timelines)
 def reduce_as_ready(answer: Answer) -> str:
-    """Gradients averaged behind backward: rehearsed with a clock on virtual ranks, then on real ones."""
+    """Check gradients averaged during backward: with a clock on virtual ranks, then on real ones."""
     for size, count in [(2, 4), (3, 2), (2, 1), (1, 3), *answer.drawn(_drawn_backward, 3)]:
         of_ranks = on_virtual_ranks(
             _rehearse_backward,
@@ -313,7 +313,7 @@ def _layers(widths: Sequence[int]) -> nn.Sequential:
 
 @exercise("overlap.on_bucket", seconds=20.0, may_return_none=True, on_ranks=True, draws=timelines)
 def on_bucket(answer: Answer) -> str:
-    """An interleaved hook: rehearsed with a clock, then in DDP on two real ranks beside plain Adam."""
+    """Check an interleaved hook: rehearsed with a clock, then in DDP on two real ranks against plain Adam."""
     for count in (6, 2, 1, *answer.drawn(lambda rng: rng.randint(3, 12), 3)):
         rehearse(answer, [BucketTimes(4, 3, 1, 1.5)] * count)
     for rank, equal in enumerate(on_ranks(_train_beside_plain, 2, answer)):
@@ -325,7 +325,7 @@ def on_bucket(answer: Answer) -> str:
 
 
 def _train_beside_plain(answer: Answer) -> list[bool]:
-    """On a rank: after each of three iterations, whether the parameters are those of DDP and plain Adam."""
+    """On a rank: whether the parameters equal those of DDP and plain Adam, after each of three iterations."""
     model, twin = _layers([4, 3, 6, 2, 5]), _layers([4, 3, 6, 2, 5])
     ddp, plain = (DistributedDataParallel(each, bucket_cap_mb=60 / 2**20) for each in (model, twin))
     params = list(model.parameters())
@@ -421,7 +421,7 @@ def _saves_more() -> str:
 
 
 def _saved_ms(sequences: int) -> float:
-    """Of an iteration of GPT-2 XL on 64 A100, in buckets of 25 MiB, with passages of 1,024 tokens."""
+    """The ms that interleaving saves per iteration of GPT-2 XL on 64 A100: 25 MiB buckets, 1,024 tokens."""
     ways = (
         Scenario(MODELS["gpt2-xl"], cluster("a100-ib"), 64, batch=sequences, way=way, bucket_bytes=25 * 2**20)
         for way in ("plain", "interleaved")

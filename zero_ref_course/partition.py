@@ -24,14 +24,14 @@ from zero_ref_course._pictures import loads_beside_right, loads_of_owners, loads
 from zero_ref_course.predictions import prediction
 
 Case = tuple[list[int], int]
-"""Elements of each parameter, and a number of ranks."""
+"""The elements of each parameter, and the number of ranks."""
 
 # --------------------------------------------------------------------------------------- largest first
 
 
 @exercise("partition.largest_first", seconds=10.0, draws=loads_of_owners)
 def largest_first(answer: Answer) -> str:
-    """Owners as `sorted_greedy` gives them, on small models, awkward ones and Llama."""
+    """Check the owners against those of `sorted_greedy`, on small models, awkward ones and Llama."""
     cases: list[Case] = [
         ([6, 5, 4, 1], 2),
         ([1, 4, 5, 6], 2),
@@ -59,7 +59,7 @@ def largest_first(answer: Answer) -> str:
 
 
 def _owners(answer: Answer, numels: list[int], world_size: int) -> list[int]:
-    """What the answer returns, once it is a rank for each parameter."""
+    """Return the answer's list of owners, once it has a rank for each parameter."""
     call = call_text(answer.name, numels, world_size)
     given = list(numels)
     returned = answer(given, world_size)
@@ -86,7 +86,7 @@ def _owners(answer: Answer, numels: list[int], world_size: int) -> list[int]:
 
 
 def _pack(numels: Sequence[int], world_size: int, order: Iterable[int], prefer: int = 1) -> list[int]:
-    """Owners when parameters are placed in `order`; `prefer=-1`: ties go to the highest rank."""
+    """The owners if parameters are placed in `order`; with `prefer=-1`, ties go to the highest rank."""
     loads, owners = [0] * world_size, [0] * len(numels)
     for param in order:
         owners[param] = min(range(world_size), key=lambda rank: (loads[rank], prefer * rank))
@@ -127,7 +127,7 @@ _MISTAKES: dict[str, Callable[[Sequence[int], int], list[int]]] = {
         numels, n, sorted(range(len(numels)), key=lambda param: numels[param])[::-1]
     ),
 }
-"""What a reader may have written, by what there is to say about it."""
+"""Wrong rules that a reader may have written, by the message about each."""
 
 
 def _first_wrong_turn(
@@ -152,7 +152,7 @@ def _first_wrong_turn(
 
 @exercise("partition.even_split", on_ranks=True, draws=loads_beside_right)
 def even_split(answer: Answer) -> str:
-    """Each rank one run of elements, loads within one element; then the optimizer runs with it."""
+    """Check that each rank has one run of elements, loads are within one, and the optimizer runs with it."""
     cases: list[Case] = [
         ([6, 5, 4, 1], 2),
         ([10], 4),
@@ -219,7 +219,7 @@ def _why_uneven(partition: Partition) -> str:
 
 
 def _as_partition(call: str, returned: Any, numels: list[int], world_size: int) -> Partition:
-    """What the answer returned, once it gives every element to one rank."""
+    """Return the answer's value as a Partition, once it gives every element to one rank."""
     is_nested = list_of(lambda of_rank: isinstance(of_rank, (list, tuple)) and not isinstance(of_rank, Slice))
     assert is_nested(returned), (
         f"{call} returned {shown(returned)}. It must return a list with one list of slices for each rank."
@@ -248,7 +248,7 @@ def _as_partition(call: str, returned: Any, numels: list[int], world_size: int) 
 
 
 def _state_bytes_with(partition: Callable[..., Any]) -> tuple[int, int]:
-    """On a rank: bytes of Adam's state after a step with this partition, and as predicted."""
+    """On a rank: the bytes of Adam's state after a step with this partition, measured and predicted."""
     model = torch.nn.Sequential(torch.nn.Linear(40, 25), torch.nn.Linear(25, 9)).to(ranks.device())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, partition=partition)
     model(torch.ones(1, 40, device=ranks.device())).sum().backward()
@@ -265,7 +265,7 @@ SIZES = Form(list_of(is_whole), "It must return a list of whole numbers: the siz
 
 @exercise("partition.adversary", draws=loads_packed_and_best)
 def adversary(answer: Answer) -> str:
-    """Sizes on which largest first leaves the fuller of 2 ranks 15% above the best possible."""
+    """Check for sizes on which largest first leaves the fuller of 2 ranks 15% above the best possible."""
     numels = SIZES.returned_by(answer)
     is_small = 0 < len(numels) <= MOST_PARAMETERS and min(numels) > 0
     assert is_small, (
@@ -305,7 +305,7 @@ def _best_of_two(numels: Sequence[int]) -> int:
 
 
 def _random_models(count: int, most: int) -> list[Case]:
-    """The same ones every time: sizes as in real models, many alike and a few far larger."""
+    """Random models, the same ones every time: sizes as in real models, many alike and a few far larger."""
     rng = random.Random(3)
     return [_random_model(rng, most) for _ in range(count)]
 

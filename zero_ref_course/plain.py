@@ -1,8 +1,8 @@
 """A chapter's text for a reader who has the notebook and not the book around it.
 
-Its text is plain Markdown. But its figures and equations get their numbers and captions on the book's pages
-only, and its links to other files lead nowhere without them. `zero-ref notebooks` writes the first into the
-text, and leaves of the links their words.
+A chapter's text is plain Markdown. But figures and equations get their numbers and captions only on the
+book's pages, and links to other files lead nowhere without the book. `zero-ref notebooks` writes the numbers
+and captions into the text, and replaces each link by its words.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def plain(notebook: dict[str, Any], numbers: Mapping[str, str]) -> dict[str, Any
     'A shard is a part.'
 
     Args:
-        notebook: what is in the file. It is left as it is.
-        numbers: as `numbers_in` gives them.
+        notebook: the contents of the file. It is not changed.
+        numbers: the result of `numbers_in`.
     """
     made = copy.deepcopy(notebook)
     cells: list[dict[str, Any]] = []
@@ -46,7 +46,7 @@ def plain(notebook: dict[str, Any], numbers: Mapping[str, str]) -> dict[str, Any
 
 
 def plain_text(text: str, numbers: Mapping[str, str]) -> str:
-    r"""One cell's text. Code between fences stays as it is.
+    r"""The plain text of one cell. Code between fences is not changed.
 
     >>> print(plain_text("$$\nx\n$$ (eq-time)", {"eq-time": "(2.3)"}))
     \begin{equation*}
@@ -69,7 +69,7 @@ def numbers_in(chapters: Iterable[tuple[int, dict[str, Any]]]) -> dict[str, str]
     """The number of each figure and equation that has a name: `Fig. 3.2`, `(9.1)`, as in the book.
 
     Args:
-        chapters: the number of each chapter, and what is in its file.
+        chapters: the number of each chapter, and the contents of its file.
     """
     numbers: dict[str, str] = {}
     for chapter, notebook in chapters:
@@ -83,6 +83,6 @@ def numbers_in(chapters: Iterable[tuple[int, dict[str, Any]]]) -> dict[str, str]
 
 
 def _figure(cell: dict[str, Any]) -> dict[str, str]:
-    """What the cell says of its figure; empty if it draws none, or one without a caption."""
+    """The name and caption of a cell's figure; empty if the cell draws none, or one without a caption."""
     figure = cell["metadata"].get("mystnb", {}).get("figure") or {}
     return figure if "caption" in figure else {}

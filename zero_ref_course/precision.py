@@ -42,7 +42,7 @@ WEIGHTS: list[tuple[float, torch.dtype]] = [
 
 @exercise("precision.lost_below")
 def lost_below(answer: Answer) -> str:
-    """Half the distance to the next value, held against what torch rounds to."""
+    """Check half the distance to the next value against torch's rounding."""
     for weight, dtype in WEIGHTS + answer.drawn(_drawn_weight):
         right = _half_gap(weight, dtype)
         returned = _number(answer, answer(weight, dtype))
@@ -67,7 +67,7 @@ def _half_gap(weight: float, dtype: torch.dtype) -> float:
 
 
 def _mistake_in_gap(weight: float, dtype: torch.dtype, factor: float) -> str:
-    """What the mistake was; `factor` is what was returned, over what is right."""
+    """Describe the mistake; `factor` is the returned gap over the right one."""
     right, eps = _half_gap(weight, dtype), torch.finfo(dtype).eps
 
     def is_(number: float) -> bool:
@@ -107,12 +107,12 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "SGD, lr=0.01, momentum=0.9": lambda params: SGD(params, lr=1e-2, momentum=0.9),
     "AdamW, lr=0.0001": lambda params: AdamW(params, lr=1e-4),
 }
-"""What steps the master."""
+"""The optimizers that step the master, by name."""
 
 
 @exercise("precision.master_step", may_return_none=True)
 def master_step(answer: Answer) -> str:
-    """Steps of a bfloat16 weight through its master, beside the same steps in float32."""
+    """Check steps of a bfloat16 weight through its master against the same steps in float32."""
     for name, make in OPTIMIZERS.items():
         _check_steps(answer, name, make)
     _check_no_gradient(answer)
@@ -190,7 +190,7 @@ def _check_no_gradient(answer: Answer) -> None:
 # ----------------------------------------------------------------------------- no masters, one rounding
 
 SHARE = 64
-"""Elements of each rank's share."""
+"""The number of elements in each rank's share."""
 
 RATE = 2.0**-12
 
@@ -199,7 +199,7 @@ SEND_WHAT_YOU_OWN = "Every rank updates its own share, and then all make the sam
 
 @exercise("precision.without_masters", seconds=20.0, may_return_none=True, on_ranks=True)
 def without_masters(answer: Answer) -> str:
-    """A step without masters, rounded at random, on virtual ranks and then on real ones."""
+    """Check a step without masters, rounded at random, on virtual ranks and then on real ones."""
     for size in (2, 3, 1):
         _check_without_masters(answer, size)
     _check_without_masters(answer, 2, real=True)
@@ -207,14 +207,14 @@ def without_masters(answer: Answer) -> str:
 
 
 class _Rounding:
-    """Rounds at random to bfloat16, in another way on each rank, and keeps what it was given and gave."""
+    """Rounds at random to bfloat16, differently on each rank, and records the values before and after."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.given, self.gave = list[torch.Tensor](), list[torch.Tensor]()
 
     def round_at_random(self, values: torch.Tensor) -> torch.Tensor:
-        """A value of bfloat16 for each element: one of its two neighbours, the nearer one more often."""
+        """Round each element to one of its two neighbours in bfloat16, more often to the nearer one."""
         assert isinstance(values, torch.Tensor), f"round_at_random takes a tensor, not {shown(values)}."
         self.given.append(values.detach().clone())
         bits = values.detach().float().view(torch.int32)
@@ -225,7 +225,7 @@ class _Rounding:
 
 
 class _Rounded(NamedTuple):
-    """What a rank ends with, what it rounded, what came of that, and the bytes that all ranks exchanged."""
+    """A rank's parameters in the end, the tensors before and after rounding, and the bytes of all ranks."""
 
     flat: torch.Tensor
     given: list[torch.Tensor]
@@ -234,7 +234,7 @@ class _Rounded(NamedTuple):
 
 
 def _start(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """All weights and all averaged gradients, which every rank has."""
+    """All weights and all averaged gradients, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     flat, gradient = (1 + torch.rand(size * SHARE, generator=generator) for _ in range(2))
     return flat.to(BF16), gradient.to(BF16)

@@ -2,10 +2,10 @@
 
     predict("partition.crossover")               # a box with the question; or predict(..., mine=8)
     ...                                          # the cells that find out
-    reveal("partition.crossover", measured)      # holds the prediction against the run
+    reveal("partition.crossover", measured)      # compares the prediction with the run
     score("partition")                           # the points of the chapter
 
-`reveal` also asserts that the run gives the package's own answer, so a notebook fails where that is wrong. On
+`reveal` also asserts that the run gives the package's own answer, or the notebook fails. On
 a page of the book the box keeps what was committed in the reader's browser (book/static/predictions.js), and
 the results below stay covered until then.
 """
@@ -31,12 +31,12 @@ _revealed: set[str] = set()
 
 
 def predict(name: str, mine: Value | None = None) -> Box | HTML:
-    """The box in which a reader commits a prediction; while the book is built, that of its page.
+    """The box in which a reader commits a prediction; while the book is built, the box of its page.
 
     Args:
         name: of the question.
-        mine: what the reader predicts, written into the cell: a number, or one of the choices as a text.
-            In a course this is what is collected. None: the box asks.
+        mine: the reader's prediction, written into the cell, where a course collects it: a number, or one of
+            the choices as a text. None: the box asks.
     Raises:
         ValueError: there is no such question, or `mine` is no answer to it.
     """
@@ -47,10 +47,10 @@ def predict(name: str, mine: Value | None = None) -> Box | HTML:
 
 
 def commit(name: str, mine: Value) -> None:
-    """Keep a prediction for `reveal`, up to the end of this Python; after `reveal` the first one stays.
+    """Keep a prediction for `reveal` until this Python ends. After `reveal` it can no longer be changed.
 
     Raises:
-        ValueError: as `predict`.
+        ValueError: there is no such question, or `mine` is no answer to it.
     """
     value = prediction_named(name).value(mine)
     if name not in _revealed or name not in _committed:
@@ -58,12 +58,12 @@ def commit(name: str, mine: Value) -> None:
 
 
 def reveal(name: str, measured: Value) -> HTML:
-    """Hold a prediction against what a run gave.
+    """Compare a prediction with the result of a run.
 
     Args:
-        measured: what the cells above found.
+        measured: the result of the cells above.
     Raises:
-        AssertionError: it is not the package's own answer.
+        AssertionError: `measured` is not the package's own answer.
         ValueError: there is no such question.
     """
     one = prediction_named(name)
@@ -81,7 +81,7 @@ def score(chapter: str) -> HTML:
     """The points of a chapter's predictions, so far.
 
     Raises:
-        ValueError: there is no such chapter, or it asks for none.
+        ValueError: there is no such chapter, or it has no questions.
     """
     asked = predictions(chapter) if chapter in CHAPTERS else []
     if not asked:
@@ -139,7 +139,7 @@ class Box:
 
 
 def _number(text: str) -> float | str:
-    """What was typed as a number, 1,024 too; as it is where it is none."""
+    """Convert a typed number, also one like 1,024; return any other text unchanged."""
     try:
         return float(text.replace(",", ""))
     except ValueError:
@@ -147,7 +147,7 @@ def _number(text: str) -> float | str:
 
 
 class _Told(HTML):
-    """A line of text that a page may know by its class."""
+    """A line of text with a class by which the book's page finds it."""
 
     def __init__(self, kind: str, text: str, **attributes: str) -> None:
         super().__init__(element("p", html.escape(text), class_=kind, **attributes))

@@ -28,10 +28,10 @@ class Prediction(NamedTuple):
     Args:
         name: chapter first, "partition.crossover".
         question: one sentence of plain text.
-        unit: of the answer, where it is a number.
-        choices: the possible answers, where it is none.
+        unit: the unit of an answer that is a number.
+        choices: the possible answers, if they are no numbers.
         close: the relative error up to which a number counts as right.
-        answer: computes it.
+        answer: computes the answer.
     """
 
     name: str
@@ -42,10 +42,10 @@ class Prediction(NamedTuple):
     answer: Callable[[], Value]
 
     def value(self, said: object) -> Value:
-        """What was said, as a number or one of the choices.
+        """Return a prediction as a number or as one of the choices.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the prediction is neither.
         """
         if self.choices:
             if said not in self.choices:
@@ -62,7 +62,7 @@ class Prediction(NamedTuple):
         return f", in {self.unit}" if self.unit else ""
 
     def points(self, said: Value) -> float:
-        """1 for the right answer; for a number within a factor of two, half of it.
+        """The points of a prediction: 1 if it is right, 0.5 for a number within a factor of two, else 0.
 
         >>> one = Prediction("x.y", "How many?", "MB", (), 0.1, lambda: 100.0)
         >>> one.points(95), one.points(60), one.points(20)
@@ -86,7 +86,7 @@ class Prediction(NamedTuple):
         return f"{number} {self.unit}".strip()
 
     def compared(self, said: Value) -> str:
-        """One sentence: what was predicted, how far off that is, the points.
+        """Describe a prediction in words: its value, its error, its points.
 
         >>> Prediction("x.y", "How many?", "MB", (), 0.1, lambda: 100.0).compared(60.0)
         'You predicted 60 MB: 40% too low. Half a point.'
@@ -120,7 +120,7 @@ def prediction(
 
 
 def predictions(chapter: str = "") -> list[Prediction]:
-    """The questions of a chapter, or of all, in order."""
+    """The questions of a chapter, or of all chapters, in order."""
     for one in [chapter] if chapter else CHAPTERS:
         import_module(f"zero_ref_course.{one}")
     return [one for one in _registered.values() if not chapter or one.name.startswith(f"{chapter}.")]
@@ -130,7 +130,7 @@ def prediction_named(name: str) -> Prediction:
     """A question by its name.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no question of that name.
     """
     chapter = name.partition(".")[0]
     if chapter in CHAPTERS:

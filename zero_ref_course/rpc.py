@@ -25,12 +25,13 @@ from zero_ref_course.predictions import prediction
 WORKERS = 3
 PLACEMENTS = [list(owners) for count in (1, 2, 3, 4) for owners in product(range(WORKERS), repeat=count)]
 MEASURED = [[0, 1, 0], [1, 2], [0, 2, 2, 1]]
-"""Layers between two of the client's; the first one elsewhere; a worker with two layers."""
+"""The workers of the layers: the client's own layers around another's; the client without the first layer;
+a worker with two layers."""
 
 
 @exercise("rpc.messages", seconds=5.0, on_ranks=True)
 def messages(answer: Answer) -> str:
-    """The messages of an iteration: by the rules for all placements, by the meter for a few."""
+    """Check the messages of an iteration: by the rules for all placements, by the meter for a few."""
     placements = PLACEMENTS + answer.drawn(lambda rng: rng.choices(range(6), k=rng.randint(5, 12)))
     _check_count(answer, placements, list(map(_messages, placements)), "messages are sent")
     measured = rpc_meter.run(_measure, WORKERS, MEASURED, timeout=60.0)[0]
@@ -114,13 +115,13 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.Adagrad, {"lr": 0.1}),
 ]
 IN_CONTEXT = [{0, 1, 2}, {0, 2}, {1}, set(), {0, 1}]
-"""Which of three parameters have a gradient, context after context."""
+"""The parameters, of three, that have a gradient in each context."""
 STEPS = 3
 
 
 @exercise("rpc.local_step", seconds=5.0, may_return_none=True, on_ranks=True)
 def local_step(answer: Answer) -> str:
-    """Five contexts with gradients for some parameters only, then three iterations on real workers."""
+    """Check five contexts with gradients for some parameters only, then three iterations on real workers."""
     for optimizer_class, options in OPTIMIZERS:
         _rehearse(answer, optimizer_class, options)
     equal = ranks.run(_train_on_workers, 2, answer, backend="gloo", rpc=True, timeout=30.0)[0]
@@ -178,7 +179,7 @@ def _mistake_in_step(
     in_grad: torch.Tensor | None,
     start: tuple[torch.optim.Optimizer, list[nn.Parameter]],
 ) -> str:
-    """What gradient moves the parameter from where it was to where it is; `in_grad` was there already."""
+    """Describe which wrong gradient moved the parameter; `in_grad` is what `.grad` held before the step."""
 
     def moved_by(other: torch.Tensor | None) -> bool:
         optimizer, params = copy.deepcopy(start)
@@ -213,7 +214,7 @@ _local: list[Any] = []  # on a worker: the reader's function, and an optimizer w
 
 
 def _train_on_workers(answer: Answer) -> list[bool]:
-    """On worker 0: after each step of two layers on two workers, whether all parameters are plain Adam's."""
+    """On worker 0: whether all parameters equal plain Adam's after each step of two layers on two workers."""
     layer = _new_layer(dist.get_rank())
     _layers[dist.get_rank()] = layer
     params = list(layer.parameters())
@@ -256,12 +257,12 @@ LOOK_UPS: list[tuple[int, list[int]]] = [
     (3, [4, 8, 1, 0, 8, 5]),
     (5, [23]),
 ]
-"""Workers and the rows that a batch looks up: in another order, again, all on one of three workers."""
+"""The number of workers, and the rows of a batch: in another order, repeated, all on one of three workers."""
 
 
 @exercise("rpc.look_up", on_ranks=True, function="rows_of")
 def look_up(answer: Answer) -> str:
-    """Rows of a table that is dealt out to workers, first on paper, then on three real ones."""
+    """Check the rows of a table that is divided among workers, first on paper, then on three real ones."""
     for workers, ids in LOOK_UPS + answer.drawn(_drawn_ids):
         _check_on_paper(answer, workers, ids)
     ids = LOOK_UPS[6][1]
@@ -295,7 +296,7 @@ def _row(number: int) -> list[float]:
 
 
 def _table(workers: int, last: int) -> list[torch.Tensor]:
-    """Of each worker its rows: row r is on worker r % workers, at place r // workers."""
+    """The rows of each worker: row r is on worker r % workers, at place r // workers."""
     rows = -(-(last + 1) // workers)
     return [
         torch.tensor([_row(place * workers + worker) for place in range(rows)]) for worker in range(workers)
@@ -358,7 +359,7 @@ def _check_looked_up(
 
 
 def _look_up_on_workers(answer: Answer, ids: list[int]) -> tuple[Any, int]:
-    """On worker 0: what the answer returns, and the messages that all workers sent meanwhile."""
+    """On worker 0: return the answer's value, and the number of messages that all workers sent meanwhile."""
     _tables[:] = [_table(WORKERS, max(ids))[dist.get_rank()]]
     dist.barrier()
     returned, messages = None, 0

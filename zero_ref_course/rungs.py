@@ -1,8 +1,8 @@
-"""The reader's own optimizer, rung by rung: `zero-ref check my_zero.py` says which hold.
+"""The reader's own optimizer, rung by rung: `zero-ref check my_zero.py` prints which rungs hold.
 
 From chapter 3 on the reader builds one file, `my_zero.py`. Each rung adds one idea to it, as the stairs in
-`zero_ref/stairs/` do, and each is held against the package on real ranks. Every rank runs the file in a
-process of its own, with a time-out, so whatever the file does, the check ends.
+`zero_ref/stairs/` do, and is compared with the package on real ranks. Every rank runs the file in a process
+of its own, with a time-out, so the check ends whatever the file does.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ MANY = [(5, 7), (4,), (7, 3), (3,), (6, 6), (1,), (9,), (2, 2)]
 FEW = [(6, 5), (5,)]
 ONE_LARGE = [(4,), (61,), (4,)]
 EVEN = [(4, 5), (7,), (5, 4), (3, 3), (20,), (5,), (2, 9), (20,), (11,), (4, 5), (8,), (5, 3)]
-"""Shapes of parameters. Of FEW, one of three ranks owns nothing. Of EVEN, none is large beside a share. Two
-ranks do not divide the elements of the last two, nor do three those of EVEN."""
+"""Shapes of parameters. With FEW, one of three ranks owns nothing. In EVEN, no parameter is large beside a
+share. The elements of the last two do not divide evenly among two ranks, nor those of EVEN among three."""
 
 
 def run(function: Callable[..., T], world_size: int, *args: Any, **kwargs: Any) -> T:
-    """What the function returns on rank 0. What all ranks raise alike is raised here."""
+    """Return the function's value on rank 0. An error that all ranks raise alike is raised here."""
     return on_ranks(function, world_size, *args, **kwargs)[0]
 
 
 class Rung(NamedTuple):
-    """A rung: its chapter, and its grader, which is given the file and returns the line to print."""
+    """A rung: its chapter, and its grader, which takes the file and returns the line to print."""
 
     chapter: int
     grader: Callable[[str], str]
 
 
 class RungResult(NamedTuple):
-    """How a rung of the file went.
+    """The result of one rung of the file.
 
     Args:
         rung: its name, one of `RUNGS`.
-        state: "not yet": the file has nothing of it.
+        state: "not yet": the file does not have this rung.
         message: what was tried, what is wrong, or what is missing.
     """
 
@@ -149,17 +149,17 @@ RUNGS: dict[str, Rung] = {
 """All rungs by name, in the order in which the book builds them."""
 
 FOUNDATION = ("owners", "step")
-"""Where one of these does not hold, those above it are not looked at."""
+"""The rungs on which all others stand: if one of them does not hold, the others are not checked."""
 
 
 def check_rungs(path: str | os.PathLike[str], upto: str | None = None) -> Iterator[RungResult]:
-    """How each rung of the reader's file goes, one after the other.
+    """Check the rungs of the reader's file, one after the other, and yield their results.
 
     >>> [result.state for result in check_rungs("my_zero.py", upto="step")]     # doctest: +SKIP
     ['holds', 'not yet']
 
     Args:
-        upto: the last rung to look at; None for all.
+        upto: the last rung to check; None for all.
     Raises:
         OSError: the file cannot be read.
         ValueError: there is no such rung.
@@ -178,7 +178,7 @@ def check_rungs(path: str | os.PathLike[str], upto: str | None = None) -> Iterat
 
 
 def check_my_zero(rung: str, path: str | os.PathLike[str] = FILE) -> None:
-    """In a notebook: print how the reader's file does up to this rung, or how to begin if there is none.
+    """In a notebook: print the results of the reader's file up to this rung; without a file, how to begin.
 
     >>> check_my_zero("step", "no/such/my_zero.py")
     There is no no/such/my_zero.py yet. ...
@@ -199,18 +199,18 @@ def check_my_zero(rung: str, path: str | os.PathLike[str] = FILE) -> None:
 
 
 def line(result: RungResult) -> str:
-    """A result as it is printed."""
+    """The printed line of a result."""
     name = result.rung.replace("_", " ")
     return f"{result.state:<7}  {name:<11}  chapter {RUNGS[result.rung].chapter:<2}  {result.message}"
 
 
 def check_rung(name: str, path: str | os.PathLike[str]) -> RungResult:
-    """How one rung goes, whatever the others do."""
+    """Check one rung, whether the others hold or not."""
     return outcome(name, RUNGS[name].grader, path)
 
 
 def outcome(name: str, grader: Callable[[str], str], path: str | os.PathLike[str]) -> RungResult:
-    """What a grader that runs a file on ranks says of it, in the file's own terms."""
+    """Run a grader, which runs a file on ranks, and return its result; errors quote lines of the file."""
     file = os.path.realpath(path)
     try:
         return RungResult(name, "holds", grader(file))
@@ -227,7 +227,7 @@ def outcome(name: str, grader: Callable[[str], str], path: str | os.PathLike[str
 
 
 def _where_it_hangs(error: RankError, file: str) -> str:
-    """The lines of the reader's file at which ranks stood when their time was over."""
+    """Describe the lines of the reader's file at which the ranks were when their time was over."""
     stacks = dict(re.findall(r"rank (\d+) stood here:\n((?:  .*\n?)*)", str(error)))
     stacks |= {str(rank): line for rank, line in error.others.items() if "was still running" in line}
     where = []

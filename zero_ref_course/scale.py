@@ -1,7 +1,7 @@
-"""Chapter 16's graders: a link beside the true one, a design and its bill, a doubling too many.
+"""Chapter 16's graders: a link fitted to points, a design and its bill, the last doubling that helps.
 
-`Job`, `Design` and `bill_of` are for readers too: what a run is asked to be, what they choose, what it costs.
-`as_first_priced` is what the first version of the simulator would have said.
+`Job`, `Design` and `bill_of` are for readers too: the limits of a run, the reader's choices, their cost.
+`as_first_priced` gives the prediction of the simulator's first version.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ Point = tuple[float, float]
 # ------------------------------------------------------------------------------- the first version's prices
 
 SHARES = {"H100": 0.40, "A100": 0.45}
-"""What the first version took for the speed of a GPU's kernels: the share of the peak that whole published
-runs reach. Sources: arXiv:2407.21783, table 4 (38 to 43%); arXiv:2104.04473, table 1 (44 to 52%)."""
+"""The speed of a GPU's kernels in the first version: the share of the peak that whole published runs reach.
+Sources: arXiv:2407.21783, table 4 (38 to 43%); arXiv:2104.04473, table 1 (44 to 52%)."""
 
 
 FIRST_GB = {"titan-8b-8": 95.8, "titan-8b-8-32k": 48.0}
-"""What the first version said of the memory of two published runs, in 10^9 bytes. It counted activations by
-another formula, which is gone."""
+"""The first version's prediction of the memory of two published runs, in 10^9 bytes. It counted activations
+by another formula, which is gone."""
 
 
 @dataclass(frozen=True)
 class KnownRun:
-    """A run that somebody published, under stage 3, beside what was published of it.
+    """A published run under stage 3, with its published time and memory.
 
     Args:
         tokens_per_s_gpu: None where no time was published.
-        memory_gib: what the allocator of the fullest GPU had reserved; None where it was not published.
+        memory_gib: the memory reserved by the allocator of the fullest GPU; None where it was not published.
     """
 
     scenario: Scenario
@@ -55,7 +55,7 @@ class KnownRun:
 
     @property
     def ranks(self) -> int:
-        """How many GPUs trained together."""
+        """The number of GPUs that trained together."""
         return self.scenario.world_size
 
     @property
@@ -65,7 +65,7 @@ class KnownRun:
 
 
 def with_one_share(machines: Cluster, reached: float) -> Cluster:
-    """All that is computed at one share of the peak, and links at the rate of the data sheet.
+    """Return machines that compute everything at one share of the peak, with links at the data sheet's rate.
 
     >>> one = with_one_share(cluster("h100-ib"), 0.4)
     >>> one.device.reached, one.within.reached, one.device.memory_reached
@@ -85,7 +85,7 @@ def as_first_priced(run: KnownRun) -> SimulatedRun:
     6425
 
     Raises:
-        ValueError: its GPU is not in SHARES.
+        ValueError: the run's GPU is not in SHARES.
     """
     usual = run.scenario
     name = usual.cluster.device.name
@@ -168,7 +168,7 @@ RUNS = {
         memory_gib=83.9,
     ),
 }
-"""Seven of the runs in `benchmarks/published_runs`, which says where each was published."""
+"""Seven of the runs in `benchmarks/published_runs`, which names their sources."""
 
 SIX = tuple(name for name, run in RUNS.items() if run.tokens_per_s_gpu is not None)
 """Published runs that the first version priced."""
@@ -187,11 +187,11 @@ LATENCY_TOLERANCE, BANDWIDTH_TOLERANCE = 0.2, 0.15
 more than half."""
 
 SIZES = tuple(1024 * kib for kib in (1, 4, 64, 1024, 4096, 8192, 16384, 32768, 65536))
-"""Many of them large: a method that makes errors in ms small then hears little of the latency."""
+"""Sizes of messages, many of them large, so that a method that minimises errors in ms misses the latency."""
 
 
 def points_of(latency_us: float, gb_per_s: float, outlier: int, seed: int) -> list[Point]:
-    """What somebody might have measured on a link: three repeats of each size, shuffled, one of them late.
+    """Points as measured on a link, with noise: three repeats of each size, shuffled, one of them late.
 
     >>> points = points_of(50, 2, outlier=-1, seed=0)
     >>> len(points), max(points)[0] == SIZES[-1]
@@ -209,7 +209,7 @@ def points_of(latency_us: float, gb_per_s: float, outlier: int, seed: int) -> li
 
 @exercise("scale.fit_link", on_ranks=True)
 def fit_link(answer: Answer) -> str:
-    """The latency and bandwidth that explain points: of three known links, and of messages really sent."""
+    """Check the fitted latency and bandwidth: for points of three known links, and for real messages."""
     for seed, (latency_us, gb_per_s, outlier) in enumerate(LINKS):
         points = points_of(latency_us, gb_per_s, outlier, seed)
         fitted = _fitted(answer, points)
@@ -227,9 +227,9 @@ def fit_link(answer: Answer) -> str:
 
 
 def _messages_and_link(rounds: int = 5, attempts: int = 3) -> tuple[list[Point], Link]:
-    """Broadcasts between two real ranks, and a link that explains them.
+    """Time broadcasts between two real ranks; return the points, and a link fitted to them.
 
-    On a busy machine large ones may take no longer than small ones: then more are sent.
+    On a busy machine large messages may take no longer than small ones: then more are sent.
     """
     timed = ranks.run(time_collectives, 2, SIZES[:6], rounds, ("broadcast",))[0]
     real = [(float(one.amount), one.ms) for one in timed]
@@ -314,9 +314,9 @@ class Job:
         model: one of `models.MODELS`.
         cluster: one of `cluster.CLUSTERS`; as many of its GPUs as you like.
         sequences: of one iteration, on all ranks together.
-        length: tokens of each.
-        longest_s: seconds that an iteration may take.
-        most_gpu_hours: that it may cost: ranks times hours.
+        length: the tokens of each sequence.
+        longest_s: the most seconds of an iteration.
+        most_gpu_hours: the most GPU-hours of an iteration: ranks times hours.
     """
 
     model: str
@@ -329,13 +329,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Design:
-    """What you choose.
+    """Your choices for a job.
 
     Args:
         ranks: a divisor of the job's sequences.
         strategy: one of DESIGNED.
         checkpointing: one of `activations.CHECKPOINTING`.
-        prefetch: of stage 3, how many blocks ahead parameters are gathered.
+        prefetch: the number of blocks by which stage 3 gathers parameters ahead.
     """
 
     ranks: int
@@ -346,10 +346,10 @@ class Design:
 
 @dataclass(frozen=True)
 class Bill:
-    """What a design costs.
+    """The cost of a design.
 
     Args:
-        fits: None if it is undecided: the device's memory lies in the interval around the prediction.
+        fits: None if that is undecided: the device's memory lies in the interval around the prediction.
     """
 
     memory_gb: float
@@ -370,7 +370,7 @@ def bill_of(job: Job, design: Design) -> Bill:
     (True, True)
 
     Raises:
-        ValueError: the design is none, or leaves a rank without a sequence.
+        ValueError: a field of the design is wrong, or a rank gets no sequence.
     """
     _check_design(job, design)
     run = Scenario(
@@ -410,7 +410,7 @@ JOBS = (
 
 @exercise("scale.design", seconds=60)
 def design(answer: Answer) -> str:
-    """Ranks, strategy, checkpointing and prefetch that fit in memory, in time and in a budget."""
+    """Check for ranks, strategy, checkpointing and prefetch that fit in memory, in time and in a budget."""
     bills = []
     for job in JOBS:
         chosen = answer(job)
@@ -461,7 +461,7 @@ CASES = (("gpt2-xl", "h100-ib", 1024), ("gpt2-xl", "a100-ethernet", 1024), ("gpt
 
 @exercise("scale.largest_number_that_helps", seconds=60)
 def largest_number_that_helps(answer: Answer) -> str:
-    """Of 1, 2, 4 ... ranks the last that still make an iteration shorter, its sequences divided."""
+    """Check the last number of ranks in 1, 2, 4 ... that shortens an iteration with divided sequences."""
     for model, name, sequences in CASES:
         scenario = Scenario(MODELS[model], cluster(name), 1)
         times = {n: step_ms(scenario, n, sequences // n) for n in _powers(sequences)}

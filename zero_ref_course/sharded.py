@@ -40,14 +40,14 @@ from zero_ref_course.predictions import prediction
 # ----------------------------------------------------------------------------------- buckets in one order
 
 READY = [([1, 0, 3], 4), ([0, 1, 2], 3), ([2, 1, 0], 3), ([], 2), ([3], 4), ([0, 2, 4, 1, 3], 5)]
-"""What becomes full on a rank, and the number of buckets: the first case shows most mistakes."""
+"""The order in which buckets become full on a rank, and their number. The first case shows most mistakes."""
 
 MOMENTS = Form(list_of(list_of(is_whole)), "It must return a list of lists of buckets.")
 
 
 @exercise("sharded.reduce_in_order", draws=reductions)
 def reduce_in_order(answer: Answer) -> str:
-    """Which reductions a rank starts at each moment, so that all ranks start them in the same order."""
+    """Check which reductions a rank starts at each moment, so that all ranks start them in the same order."""
     cases = [*READY, *((list(order), 4) for order in permutations(range(4))), *answer.drawn(_drawn_order)]
     check_cases(
         answer,
@@ -116,14 +116,14 @@ def _mistake_in_order(
 # ------------------------------------------------------------------------------- a reduction in two parts
 
 WORLDS = [(2, 3), (2, 2), (3, 2), (4, 1), (1, 3), (1, 1)]
-"""Ranks of a group, and groups."""
+"""The ranks of a group, and the number of groups."""
 SHARE = 6
 
 Worlds = tuple[list[virtual.World], list[virtual.World]]
 
 
 class _Reduced(NamedTuple):
-    """What a rank returned, and what it called within its group and between groups."""
+    """The value that a rank returned, and its calls within its group and between groups."""
 
     value: Any
     within: list[Call]
@@ -132,7 +132,7 @@ class _Reduced(NamedTuple):
 
 @exercise("sharded.reduce_in_groups", seconds=20.0, on_ranks=True)
 def reduce_in_groups(answer: Answer) -> str:
-    """Gradients reduced within groups and then between them, on virtual ranks and on four real ones."""
+    """Check gradients reduced within groups and then between them, on virtual and on four real ranks."""
     for group, groups in WORLDS + answer.drawn(lambda rng: (rng.randint(1, 4), rng.randint(1, 3)), 3):
         of_ranks = on_virtual_ranks(
             _reduce_on_a_virtual_rank,
@@ -234,7 +234,7 @@ def _check_share(where: str, value: torch.Tensor, gradients: torch.Tensor, rank:
 # ----------------------------------------------------------------------------------- bytes of hybrid groups
 
 HYBRID = [(2, 8), (4, 8), (8, 64), (8, 8), (1, 4), (16, 512), (1, 1)]
-"""Ranks of a group, and of all."""
+"""The ranks of a group, and all ranks."""
 CLOSE = 1e-3
 WITHIN_AND_BETWEEN = Form(
     list_of(is_number, 2),
@@ -244,7 +244,7 @@ WITHIN_AND_BETWEEN = Form(
 
 @exercise("sharded.hybrid_bytes", on_ranks=True)
 def hybrid_bytes(answer: Answer) -> str:
-    """What a rank sends within its group and between groups: the simulator's, and the sum on real ranks."""
+    """Check a rank's bytes within its group and between groups: by the simulator, the sum by real ranks."""
     groups = HYBRID + answer.drawn(_drawn_groups)
     cases = [(numel, *of_group) for numel in (2**20, 2**24) for of_group in groups]
     check_cases(
@@ -272,7 +272,7 @@ def _drawn_groups(rng: random.Random) -> tuple[int, int]:
 
 
 def _sent_by_plan(numel: int, group: int, size: int) -> tuple[float, float]:
-    """Within and between, without the few bytes that say which parameters had a gradient."""
+    """The bytes within a group and between groups, but those that say which parameters had a gradient."""
     plan = schedule(recipe("zero-2", shard_group=group), [ParamSpec(numel)], size)
     sent = {True: 0.0, False: 0.0}
     for one in plan.operations:
@@ -312,7 +312,7 @@ def _mistake_in_bytes(
 
 
 def _sent_in_hybrid() -> tuple[int, float | None]:
-    """On one of four ranks, in two groups of two: the bytes of all parameters, and what a rank sends."""
+    """On one of four ranks, in two groups of two: the bytes of all parameters, and the bytes sent."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4)))
     psi = sum(param.nbytes for param in model.parameters())

@@ -1,8 +1,8 @@
 """A strict check of anybody's sharded optimizer: `zero-ref check FILE.py --class ShardedOptimizer`.
 
-For a class that courses ask for: made as `ShardedOptimizer(params, optimizer_cls, **kwargs)`, with the
-interface of a `torch.optim.Optimizer`. How it shards is its own affair. It is held against the plain one
-on 2, 3 and 4 real ranks, bit for bit, and the optimizers that it makes are asked what state they keep.
+It checks a class that courses ask for: made as `ShardedOptimizer(params, optimizer_cls, **kwargs)`, with the
+interface of a `torch.optim.Optimizer`. The class may shard in any way. It is compared with the plain
+optimizer on 2, 3 and 4 real ranks, bit for bit, and the state of the optimizers that it makes is counted.
 Messages say what is wrong, and never how the class should be written.
 """
 
@@ -27,22 +27,22 @@ Shapes = Sequence[tuple[int, ...]]
 
 MODEL: Shapes = [(7, 5), (5,), (64, 3), (1,), (4, 4), (33,), (2, 3)]
 FEW: Shapes = [(6, 5), (5,)]
-"""Shapes of parameters. Of FEW, one of three ranks has nothing to update."""
+"""Shapes of parameters. With FEW, one of three ranks has nothing to update."""
 
 OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
 STEPS = 3
 ABOUT_MY_ZERO = " The arguments are those of the text: MyZero(params, optimizer_class, **defaults)."
-"""Advice that is for the book's own class alone."""
+"""Advice that only applies to the book's own class."""
 
 
 ROUNDED = -1
-"""Instead of an age: a value that rounding alone keeps from the newest, where a step averages gradients."""
+"""The age of a value that differs from the newest by rounding alone, where a step averages gradients."""
 AGAIN = "averages the gradients again"
 REDUCTIONS = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"}
 
 
 class Counted(torch.optim.AdamW):
-    """AdamW that can be found again: the instances that the class has made on this rank."""
+    """AdamW that lists, in `made`, the instances that the class under test has made on this rank."""
 
     made: list[Counted]
 
@@ -52,7 +52,7 @@ class Counted(torch.optim.AdamW):
 
 
 class Pair:
-    """On a rank: the class under test and plain AdamW, from equal parameters. Collective: all ranks.
+    """An optimizer of the class under test and plain AdamW, with equal parameters. Collective: all ranks.
 
     Attributes:
         bit_for_bit: values must be equal also where `step` averages the gradients again.
@@ -77,13 +77,13 @@ class Pair:
 
     @classmethod
     def of(cls, path: str, name: str, shapes: Shapes) -> Pair:
-        """On parameters of these shapes."""
+        """Make a pair with parameters of these shapes."""
         generator = torch.Generator().manual_seed(0)
         values = [torch.randn(shape, generator=generator) for shape in shapes]
         return cls(path, name, *([nn.Parameter(value.clone()) for value in values] for _ in range(2)))
 
     def add(self, shapes: Shapes, **options: Any) -> None:
-        """A group to both."""
+        """Add a group to both optimizers."""
         generator = torch.Generator().manual_seed(len(self.params))
         values = [torch.randn(shape, generator=generator) for shape in shapes]
         new, twins = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
@@ -95,7 +95,7 @@ class Pair:
         self.history += [[twin.detach().clone()] for twin in twins]
 
     def both(self, step: int, without: Sequence[int] = ()) -> None:
-        """A step of both with the same gradients on all ranks, and all parameters compared."""
+        """Make a step of both with the same gradients on all ranks, and compare all parameters."""
         generator = torch.Generator().manual_seed(100 + step)
         for number, (param, twin) in enumerate(zip(self.params, self.twins)):
             gradient = torch.randn(param.shape, generator=generator)
@@ -106,7 +106,7 @@ class Pair:
         self.compare(f"after step {step + 1}")
 
     def compare(self, when: str) -> None:
-        """Raise, on all ranks alike, which parameter is wrong where."""
+        """Raise, on all ranks alike, if a parameter is wrong on any rank."""
         for twin, values in zip(self.twins, self.history):
             values.insert(0, twin.detach().clone())
         ages = gathered([self._age(param, values) for param, values in zip(self.params, self.history)])
@@ -124,7 +124,7 @@ class Pair:
                     raise AssertionError(f"{when}, {_what_is_wrong(number, counted, owners[number])}")
 
     def _age(self, param: torch.Tensor, newest_first: Sequence[torch.Tensor]) -> int | None:
-        """How many steps a value is behind the plain optimizer's; None if that never had it."""
+        """The number of steps that a value is behind the plain optimizer's; None if that never had it."""
         age = next((age for age, value in enumerate(newest_first) if torch.equal(param, value)), None)
         if (
             age is None
@@ -135,7 +135,7 @@ class Pair:
         return age
 
     def ranks_with(self, state: bool) -> list[list[int]]:
-        """For each parameter the ranks whose optimizers have state of it, or have it in a group."""
+        """The ranks whose optimizers have each parameter: in their state, or in a group."""
         places = {(param.data_ptr(), param.numel()): number for number, param in enumerate(self.params)}
         here: set[int | None] = set()
         for optimizer in Counted.made:
@@ -149,7 +149,7 @@ class Pair:
         ]
 
     def kept(self) -> list[list[int]]:
-        """For each rank the elements of state that the optimizers made there keep, by state tensor."""
+        """The elements of each state tensor of the optimizers that were made on each rank."""
         return gathered(
             [
                 value.numel()
@@ -214,7 +214,7 @@ def _state(path: str, name: str, shapes: Shapes) -> str:
 
 
 def _tied(path: str, name: str) -> None:
-    """A head that is the embedding: one parameter with two uses, whose gradients add up."""
+    """Check a head that is the embedding: one parameter with two uses, whose gradients add up."""
 
     def model() -> nn.ModuleDict:
         torch.manual_seed(0)
@@ -353,11 +353,11 @@ CHECKS: dict[str, Callable[[str, str], str]] = {
         or "step(closure) calls it once on each rank, and returns the loss"
     ),
 }
-"""What is checked, by name, in this order; each is given the file and the class's name."""
+"""The checks by name, in order; each takes the file and the class's name."""
 
 
 def check_class(path: str | os.PathLike[str], name: str) -> Iterator[RungResult]:
-    """How a sharded optimizer class of any file does, one check after the other.
+    """Check a sharded optimizer class of any file, one check after the other, and yield the results.
 
     >>> [result.rung for result in check_class("optimizer.py", "ShardedOptimizer")]          # doctest: +SKIP
     ['values', 'state', 'tied weights', 'groups', 'options', 'closure']
@@ -368,8 +368,8 @@ def check_class(path: str | os.PathLike[str], name: str) -> Iterator[RungResult]
     Raises:
         OSError: the file cannot be read.
     Cost:
-        Some seconds: it runs on 2, 3 and 4 real ranks. If `values` fails, the others are left out, unless
-        rounding alone is why.
+        Some seconds: the checks run on 2, 3 and 4 real ranks. If `values` fails, the others are left out,
+        unless the difference is rounding alone.
     """
     file = os.path.realpath(path)
     Path(file).read_bytes()

@@ -1,4 +1,4 @@
-"""Chapter 8's graders: bytes beside the simulator and real ranks, hiding gathers, the order of stage 3."""
+"""Chapter 8's graders: the bytes of each stage, the tokens that hide gathers, the order of stage 3."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BYTES = Form(lambda value: is_number(value) and value >= 0, "It must return a nu
 
 @exercise("stages.volume", on_ranks=True)
 def volume(answer: Answer) -> str:
-    """Bytes that a rank sends in an iteration: the simulator's, then counted on real connections."""
+    """Check the bytes that a rank sends in an iteration: by the simulator, then on real connections."""
     models = [(numel, itemsize, n) for numel, itemsize in ((2**16, 4), (2**20, 2)) for n in (8, 2, 64, 1)]
     models += answer.drawn(lambda rng: (2 ** rng.randint(14, 26), 4, 2 ** rng.randint(1, 8)))
     cases = [
@@ -82,7 +82,7 @@ def _simulated_volume(stage: int, numel: int, itemsize: int, world_size: int, ba
 
 
 def _of_equal_blocks(strategy: str, numel: int, dtype: str, world_size: int, count: int = 4) -> Schedule:
-    """A model of equal blocks and nothing else."""
+    """The schedule of a model of equal blocks and nothing else."""
     params = [ParamSpec(numel, dtype)] * count
     blocks = [[], *([number] for number in range(count))]  # the first is the root's
     return schedule(strategy, params, world_size, blocks=blocks if strategy == "zero-3" else None)
@@ -95,7 +95,7 @@ def _is_close(theirs: float, expected: float) -> bool:
 def _mistake_in_volume(
     theirs: float, expected: float, stage: int, numel: int, itemsize: int, world_size: int, backend: str
 ) -> str:
-    """What may have been forgotten. A `once` is what a rank sends to move the model one time."""
+    """Describe what the reader may have forgotten; `once` is what a rank sends to move the model one time."""
     whole = float(numel * itemsize)
     once = whole * (world_size - 1) / world_size
     if world_size == 1:
@@ -124,7 +124,7 @@ def _mistake_in_volume(
 
 
 def _sent_in_each_stage() -> dict[int, int | None]:
-    """On a rank: what it sends in an iteration of each stage."""
+    """On a rank: the bytes that it sends in an iteration of each stage."""
     return {stage: _sent(stage) for stage in STRATEGY_OF_STAGE}
 
 
@@ -162,7 +162,7 @@ def _shard(model: nn.Module, blocks: nn.Sequential) -> None:
 
 
 def _tower(widths: Sequence[int]) -> nn.Sequential:
-    """Layers that each begin a unit of their own; what is not a layer has no parameters."""
+    """A chain of linear layers, each a unit of its own."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(widths)))
 
@@ -182,7 +182,7 @@ def _iteration(model: nn.Module, optimizer: torch.optim.Optimizer, width: int = 
 
 
 class Setting(NamedTuple):
-    """What the reader's function is given: a device, a link, the parameters of a block, ranks."""
+    """The arguments of the reader's function: a device, a link, the parameters of a block, ranks."""
 
     tflops: float
     gb_per_s: float
@@ -199,7 +199,7 @@ SETTINGS = [
     Setting(74.0, 1.25, 30.0, 7 * 10**6, 16),
     Setting(400.0, 450.0, 60.0, 2 * 10**7, 2),
 ]
-"""Only bytes, on many ranks and on two; a latency that counts as much; fast; slow; mostly latency."""
+"""No latency, on many ranks and on two; latency that counts as much as bytes; fast; slow; mostly latency."""
 
 CLOSE = 0.02
 BLOCKS = 6
@@ -211,7 +211,7 @@ TOKENS = Form(lambda value: is_number(value) and value > 0, "It must return a nu
     draws=timelines,
 )
 def break_even(answer: Answer) -> str:
-    """The fewest tokens a rank with which nothing of stage 3 is exposed that could be hidden."""
+    """Check the fewest tokens a rank with which stage 3 exposes nothing that could be hidden."""
     for setting in SETTINGS + answer.drawn(_drawn_setting, 4):
         tokens = TOKENS.returned_by(answer, *setting)
         call = f"{call_text(answer.name, *setting)} returned {shown(tokens)}"
@@ -254,7 +254,7 @@ def _played(setting: Setting, tokens: int) -> Played:
 
 
 def _of_a_block(played: Played) -> tuple[float, float]:
-    """Milliseconds of the forward of a block, and of its gather."""
+    """The milliseconds of a block's forward, and of its gather."""
     of_label = {event.label: event.stop_ms - event.start_ms for event in played.timeline().events}
     return of_label["forward"], of_label["gather"]
 
@@ -264,7 +264,7 @@ def _is_least(played: Played, least_ms: float) -> bool:
 
 
 def _balance(setting: Setting) -> tuple[float, float, float]:
-    """Microseconds of a block's forward for each token, and of its gather: its bytes, its latencies."""
+    """The microseconds of a block's forward for each token, of its gather's bytes, and of its latencies."""
     tflops, gb_per_s, latency_us, numel, n = setting
     token_us = 2 * numel / (tflops * 1e6)
     return token_us, 2 * numel * (n - 1) / n / (gb_per_s * 1e3), (n - 1) * latency_us
@@ -301,12 +301,12 @@ def _what_is_missing(tokens: float, setting: Setting) -> str:
 # ---------------------------------------------------------------------------------------- the calls in order
 
 STACKS = [[3, 5, 6, 7], [2, 4], [9, 1, 8, 3, 2, 5]]
-"""Units by their gathered elements, the root's first; the one-block model has nothing to prefetch."""
+"""The gathered elements of each unit, the root first; a model of one block has nothing to prefetch."""
 
 
 @exercise("stages.order", on_ranks=True)
 def order(answer: Answer) -> str:
-    """The calls of a stage 3 iteration, in the simulator and as two real ranks make them."""
+    """Check the calls of a stage 3 iteration, by the simulator and by two real ranks."""
     for sizes in STACKS + answer.drawn(lambda rng: rng.sample(range(1, 50), rng.randint(2, 9))):
         params = [ParamSpec(2 * size) for size in sizes]
         plan = schedule("zero-3", params, 2, blocks=[[number] for number in range(len(sizes))])
@@ -330,7 +330,7 @@ class _Rooted(nn.Module):
 
 
 def _recorded() -> tuple[list[int], list[Call]]:
-    """On a rank: bytes of each unit, and the calls of the second iteration."""
+    """On a rank: the bytes of each unit, and the calls of the second iteration."""
     model = _Rooted([6, 8, 12, 4])
     sizes = [param.nbytes for param in model.parameters()]
     _shard(model, model.blocks)

@@ -24,7 +24,7 @@ from zero_ref_course.predictions import prediction
 # ---------------------------------------------------------------------------------- a step on slices
 
 STEPS = 2
-"""After one step, a slice sent too early looks like one that was never sent. After two it does not."""
+"""Two steps, because after one a slice sent too early looks like one that was never sent."""
 
 SHAPES = [(16, 24), (24,), (24, 8), (8,)]
 NUMELS = [384, 24, 192, 8]
@@ -39,7 +39,7 @@ WORLDS: list[Partition] = [
 """Cut inside a parameter; the end of one before its beginning; on three ranks; an idle rank; one rank."""
 
 Ages = list[int | None]
-"""For each slice how many steps its values are behind the plain optimizer's; None if that never had them."""
+"""For each slice the number of steps that it is behind the plain optimizer; None if that never had it."""
 
 
 BROADCAST_ALL = (
@@ -49,7 +49,7 @@ BROADCAST_ALL = (
 
 
 class AfterStep(NamedTuple):
-    """What a rank has after a step, what it called in it, and what it has not waited for."""
+    """The ages of a rank's slices after a step, its calls, and those that it has not waited for."""
 
     ages: Ages
     calls: list[Call]
@@ -58,7 +58,7 @@ class AfterStep(NamedTuple):
 
 @exercise("step.step_in_slices", seconds=20.0, may_return_none=True, on_ranks=True, function="step")
 def step_in_slices(answer: Answer) -> str:
-    """Two steps of a sharded optimizer on 1, 2 and 3 ranks, each slice compared bit for bit."""
+    """Check two steps of a sharded optimizer on 1, 2 and 3 ranks; slices must be equal bit for bit."""
     for partition in WORLDS + answer.drawn(_drawn_world, 2):
         of_ranks = on_ranks(_train_beside_plain, partition.world_size, answer, partition)
         steps = list(zip(*of_ranks, strict=True))
@@ -119,7 +119,7 @@ def _age(param: torch.Tensor, newest_first: Sequence[torch.Tensor]) -> int | Non
 
 
 def _check_waited(under_way_of_rank: Sequence[list[str]]) -> None:
-    """Values that arrived unwaited for were in luck: on a slower network they would not have."""
+    """Check that every call was waited for: on a slower network its values would not have arrived."""
     for rank, under_way in enumerate(under_way_of_rank):
         for started in under_way:
             raise AssertionError(
@@ -161,12 +161,12 @@ def _check_only_broadcasts(names_of_rank: Sequence[list[str]]) -> None:
 def _check_ages(
     ages_of_rank: Sequence[Ages], owners: Sequence[int], step: int, slices: Sequence[Slice] | None = None
 ) -> None:
-    """Tell from who holds which values of what, after a step, what went wrong in it.
+    """Raise if the ages after a step are wrong; the message tells from them what went wrong in the step.
 
     Args:
         ages_of_rank: for each rank the ages of all parameters, or of slices.
-        owners: of each of them.
-        slices: which ones they are; None for whole parameters.
+        owners: the owner of each parameter or slice.
+        slices: the slices; None for whole parameters.
     """
     stepped = any(age == 0 for ages in ages_of_rank for age in ages)
     each = "parameter" if slices is None else "slice"
@@ -224,12 +224,12 @@ PARTITIONS: list[Partition] = [
     sorted_greedy([5, 4], 4),
     even([192, 64, 128], 3),
 ]
-"""In registration order and out of it, with ranks that own nothing, with a parameter of two owners."""
+"""Partitions in registration order and not; with ranks that own nothing; with a parameter of two owners."""
 
 
 @exercise("step.stale")
 def stale(answer: Answer) -> str:
-    """For each rank the parameters that are old after a step that lost one broadcast."""
+    """Check which parameters are old on each rank after a step that lost one broadcast."""
     tried, wrong = 0, list[tuple[str, list[str]]]()
     for partition in PARTITIONS + answer.drawn(_drawn_partition, 4):
         owned = [[piece.param for piece in slices] for slices in partition.slices_of_rank]
@@ -257,7 +257,7 @@ def _drawn_partition(rng: random.Random) -> Partition:
 
 
 def _stale_on_this_rank(comm: Collectives, partition: Partition, lost: int) -> list[int]:
-    """On a virtual rank: the parameters that are not what a step without loss makes them."""
+    """On a virtual rank: the parameters that differ from those of a step without loss."""
     params = [torch.nn.Parameter(torch.zeros(numel)) for numel in partition.numels]
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, comm, partition=partition, lr=1.0)
     for param in params:
@@ -274,7 +274,7 @@ def _stale_on_this_rank(comm: Collectives, partition: Partition, lost: int) -> l
 
 
 def _lists(answer: Answer, partition: Partition, lost: int) -> list[list[int]]:
-    """What the answer returns, once it is a list of parameters for each rank."""
+    """Return the answer's value, once it is a list of parameters for each rank."""
     returned = answer(partition, lost)
     are_lists = isinstance(returned, (list, tuple)) and all(
         isinstance(of_rank, (list, tuple, set)) for of_rank in returned
@@ -291,7 +291,7 @@ def _lists(answer: Answer, partition: Partition, lost: int) -> list[list[int]]:
 
 
 def _mistakes_in_stale(theirs: list[list[int]], sent: Sequence[tuple[int, int]], lost: int) -> list[str]:
-    """What is wrong about which parameter is old, and about where; both, if both are."""
+    """Describe the mistakes in which parameter is old, and in which ranks have it."""
     owner, param = sent[lost]
     if any(len(of_rank) > 1 for of_rank in theirs):
         return ["Each broadcast carries one slice; the others arrived."]
@@ -315,7 +315,7 @@ REPLICAS = [(4, 3), (5,), (4, 3), (0,), (6,)]
 """Shapes of parameters; the first and the third have the same."""
 
 Differences = list[tuple[int, int, str]]
-"""(rank, parameter, what became of it there)."""
+"""(rank, parameter, kind of the difference, a key of KINDS)."""
 
 KINDS = {
     "bit": "the last bit of one element is another. Values that are close are not equal: compare bytes",
@@ -325,7 +325,7 @@ KINDS = {
     "down": "one element is smaller by 1, and on another rank another is larger by 1. In a sum that cancels",
     "other": "it holds the values of another parameter of the same shape",
 }
-"""What may become of a parameter on one rank, and what is overlooked by whom it escapes."""
+"""The kinds of difference of a parameter on one rank, and the mistake of an answer that misses it."""
 
 WORLDS_OF_REPLICAS: list[tuple[int, list[Differences]]] = [
     (1, [[]]),
@@ -336,12 +336,12 @@ WORLDS_OF_REPLICAS: list[tuple[int, list[Differences]]] = [
 SAME_CALLS = "Every rank makes the same calls, also one that has found a difference."
 
 BYTES_PER_PARAM = 64
-"""What a rank may send for each parameter."""
+"""The most bytes that a rank may send for each parameter."""
 
 
 @exercise("step.differing", on_ranks=True)
 def differing(answer: Answer) -> str:
-    """Replicas on 1, 2 and 3 ranks, some with one bit spoiled, or two elements exchanged."""
+    """Check replicas on 1, 2 and 3 ranks, some with one bit spoiled, or two elements exchanged."""
     tried = 0
     for world_size, cases in WORLDS_OF_REPLICAS + answer.drawn(_drawn_differences, 2):
         of_ranks = on_ranks(_compare_replicas, world_size, answer, cases)
@@ -360,7 +360,7 @@ def _drawn_differences(rng: random.Random) -> tuple[int, list[Differences]]:
 
 
 def _compare_replicas(answer: Answer, cases: Sequence[Differences]) -> list[tuple[Any, int]]:
-    """On a rank: what the answer says of each case and the bytes it sent."""
+    """On a rank: call the answer in each case; return its value and the bytes that it sent."""
     company = Company(says=call_by_name, advice=SAME_CALLS)
     said = []
     for number, case in enumerate(cases):
@@ -377,7 +377,7 @@ def _compare_replicas(answer: Answer, cases: Sequence[Differences]) -> list[tupl
 
 
 def _replicas(seed: int, spoiled: Sequence[tuple[int, str]]) -> list[torch.nn.Parameter]:
-    """The parameters of a rank, the same on all but for what is spoiled here."""
+    """The parameters of a rank, the same on all ranks but for those that are spoiled here."""
     generator = torch.Generator().manual_seed(seed)
     values = [torch.randn(shape, generator=generator) for shape in REPLICAS]
     for value in values:
@@ -465,7 +465,7 @@ def _by_the_naive_step() -> float:
     choices=("they disagree", "they agree, and are wrong", "they agree, and are right"),
 )
 def _after_a_missing_broadcast() -> str:
-    """Parameters, on an owner and on another rank whose copy of the first step is stale."""
+    """Train a parameter on its owner, and on another rank that misses the first broadcast; compare them."""
     held, sound = [0.0, 0.0], 0.0
     for step in range(4):
         held[0] -= 0.1 * (sum(held) / 2 - 1)  # the owner's update, by the averaged gradient

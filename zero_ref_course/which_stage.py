@@ -1,7 +1,7 @@
-"""Chapter 9's graders: reductions as there is room, the tree by hand, a choice with its numbers.
+"""Chapter 9's graders: reductions by the room for gradients, the tree by hand, a choice with its numbers.
 
-`Case`, `Choice` and `BRIEF` are for readers too: what a decision is made from, what a choice says, the run
-asked about.
+`Case`, `Choice` and `BRIEF` are for readers too: the numbers of a decision, the reader's choice, and the run
+that it is made for.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from zero_ref_course.predictions import prediction
 
 
 class _Given(NamedTuple):
-    """Passes of an update, elements of a share, and whether there is room for whole gradients."""
+    """The passes of an update, the elements of a share, and whether there is room for whole gradients."""
 
     passes: int
     share: int
@@ -60,11 +60,11 @@ class _Given(NamedTuple):
 
 ROOMS = [_Given(5, 4, True), _Given(5, 4, False), _Given(1, 2, True), _Given(6, 3, True), _Given(2, 6, False)]
 SIZES = [3, 2, 4, 1]
-"""Ranks of each world. Three first: there a mean over ranks is none over passes."""
+"""The ranks of each world. Three come first: there a mean over ranks differs from one over passes."""
 
 
 class _Outcome(NamedTuple):
-    """What a rank returned, and the ops of the calls that it made."""
+    """The value that a rank returned, and the ops of its calls."""
 
     share: list[float] | None
     ops: list[str]
@@ -72,7 +72,7 @@ class _Outcome(NamedTuple):
 
 @exercise("which_stage.update_share", seconds=20.0, on_ranks=True)
 def update_share(answer: Answer) -> str:
-    """The mean of the passes' gradients, reduced once where there is room: on virtual and on real ranks."""
+    """Check the mean of the passes' gradients, reduced once if there is room, on virtual and real ranks."""
     given = ROOMS + answer.drawn(_drawn_room, 3)
     for size in SIZES:
         for one in given:
@@ -94,7 +94,7 @@ def _drawn_room(rng: random.Random) -> _Given:
 
 
 def _passes_of(rank: int, size: int, given: _Given, seed: int) -> list[torch.Tensor]:
-    """Each element says which share it is of, which pass and which rank; with a seed nobody can know it."""
+    """Each element tells its share, its pass and its rank; with a seed, the answer cannot know them."""
     secret = random.Random(f"{seed} {rank}").randrange(100) if seed else 0
     return [
         torch.arange(size).repeat_interleave(given.share) * 1000.0 + 60 * number + 8 * 2.0**rank + secret
@@ -187,19 +187,19 @@ WAYS = ("DDP", "stage 2, no_sync", "stage 3", "hybrid", "stage 2", "beyond ZeRO"
 
 
 class Case(NamedTuple):
-    """What the questions of the tree are asked about.
+    """The numbers that decide the questions of the tree.
 
     Args:
         numel: parameters, in 16 bits beside 32-bit masters of AdamW.
         ranks: of all nodes together.
         ranks_of_node: of one node.
-        room_gb: 10^9 bytes that tensors may take of a device.
+        room_gb: 10^9 bytes of a device for tensors.
         activations_gb: 10^9 bytes of all that no stage divides: activations, gathered blocks, libraries.
         tokens: of one pass, on each rank.
         passes: of an update.
         tflops: C, 10^12 operations a second that a pass reaches.
         gb_per_s: W, 10^9 bytes a second that arrive at each rank while all ranks gather.
-        gb_per_s_in_node: the same while the ranks of a node gather.
+        gb_per_s_in_node: the bytes that arrive at each rank while the ranks of one node gather.
         memory_gb_per_s: B, 10^9 bytes a second of a device's memory.
     """
 
@@ -253,7 +253,7 @@ CASES = [
 
 @exercise("which_stage.advise")
 def advise(answer: Answer) -> str:
-    """The advice of the tree, from eleven numbers."""
+    """Check the advice of the tree, from eleven numbers."""
     form = Form(lambda value: value in WAYS, f"It must return one of {', '.join(map(repr, WAYS))}.")
     cases = CASES + answer.drawn(_drawn_case, 40)
     for case in cases:
@@ -282,7 +282,7 @@ def _drawn_case(rng: random.Random) -> Case:
 
 
 def bytes_of(case: Case) -> dict[str, float]:
-    """10^9 bytes that a rank needs for what each question of memory asks about."""
+    """The 10^9 bytes that a rank needs, by the question of the tree that asks whether they fit."""
     psi = case.numel / 1e9
     each = {
         LEAST: 16 / case.ranks,
@@ -363,15 +363,15 @@ def _numbers_of(question: str, case: Case) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """What you decide, and from which numbers.
+    """Your decision, and the numbers for it.
 
     Args:
         way: of `ways_of(BRIEF)`: "DDP", "stage 1", "stage 2", "stage 2, no_sync" and so on.
-        memory_gb: 10^9 bytes that the fullest rank needs under it.
-        update_s: seconds that an update takes under it.
-        update_s_of_stage_3: and under what was proposed.
-        tokens_needed: of a pass, to hide what all ranks gather.
-        because: a sentence or two for whoever has to agree.
+        memory_gb: 10^9 bytes that the fullest rank needs under this way.
+        update_s: the seconds of an update under this way.
+        update_s_of_stage_3: the seconds of an update under stage 3, which was proposed.
+        tokens_needed: the tokens of a pass that hide the gathers of all ranks.
+        because: a sentence or two for the person who has to agree.
     """
 
     way: str
@@ -404,7 +404,7 @@ def _brief() -> Compared:
 
 @exercise("which_stage.choice", seconds=60)
 def choice(answer: Answer) -> str:
-    """A way for BRIEF, the numbers that decide, and a sentence that a person reads."""
+    """Check the way for BRIEF and the numbers that decide; a person reads the reasons."""
     chosen, found = answer(), _brief()
     assert isinstance(chosen, Choice), f"{answer.name}() returned {shown(chosen)}. Return a Choice."
     assert chosen.way in found.runs, (
@@ -491,7 +491,7 @@ def _on_8() -> Mapping[str, float]:
     unit="times",
 )
 def apart() -> float:
-    """Little: in a node nearly all communication hides."""
+    """The slowest way over the fastest: close to 1, as in a node nearly all communication hides."""
     return max(_on_8().values()) / min(_on_8().values())
 
 
@@ -502,7 +502,7 @@ def apart() -> float:
     unit="tokens",
 )
 def tokens() -> float:
-    """C/W (N-1)/N."""
+    """The tokens that hide the gathers: C/W (N-1)/N."""
     return tokens_to_hide(400, 50, 64)
 
 
@@ -513,6 +513,6 @@ def tokens() -> float:
     unit="movements",
 )
 def passes() -> float:
-    """Three for each pass, less what of the root is not gathered twice."""
+    """Three movements for each pass, less the part of the root that is not gathered twice."""
     run = _brief().runs["stage 3"]
     return run.sent_bytes / (2 * BRIEF.numel * (1 - 1 / BRIEF.world_size))

@@ -89,7 +89,7 @@ def _check_class(arguments: argparse.Namespace) -> int:
 def _told(
     arguments: argparse.Namespace, check: Callable[[], Iterable[Any]], line: Callable[[Any], str]
 ) -> list[Any]:
-    """The results, each printed as it comes, or all as JSON."""
+    """Print the results, each as it comes or all as JSON, and return them."""
     results, out = [], sys.stdout
     try:
         # What the reader's code prints is no part of the answer.

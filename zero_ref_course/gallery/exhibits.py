@@ -1,6 +1,4 @@
-"""What an exhibit of the museum is: a program with one mistake, the report of who met it, and how to
-find it.
-"""
+"""The exhibits of the museum: a program with one mistake, the reports of it, and how the doctor finds it."""
 
 from __future__ import annotations
 
@@ -26,13 +24,13 @@ class Exhibit:
     Attributes:
         name: of the class that has the mistake.
         program: a factory for the doctor, with the mistake.
-        mended: the same without it.
+        mended: the factory without the mistake.
         reports: addresses, the one that tells most first.
         year: of the first report.
-        trial: the doctor's first trial that shows it.
-        phase: where in a step it begins: backward, clip, step, load or forward.
-        cause: words of the cause that the doctor names; "" if it finds the place and no cause.
-        plain: what the doctor is given of the plain loop: `from_plain` and `options`, or `reference`.
+        trial: the doctor's first trial that shows the mistake.
+        phase: the part of a step in which the mistake begins: backward, clip, step, load or forward.
+        cause: words of the cause that the doctor names; "" if the doctor finds the place and no cause.
+        plain: the doctor's arguments for the plain loop: `from_plain` and `options`, or `reference`.
     """
 
     name: str
@@ -47,14 +45,14 @@ class Exhibit:
 
     @property
     def story(self) -> str:
-        """What happened, in one paragraph: the docstring of the program."""
+        """The story of the mistake in one paragraph, which is the docstring of the program."""
         return inspect.getdoc(self.program) or ""
 
     def diagnose(self, mended: bool = False, **arguments: Any) -> Report:
         """The doctor's report of the program.
 
         Args:
-            mended: of the right one.
+            mended: diagnose the program without the mistake.
             **arguments: of `doctor.diagnose`; by default all trials are played.
         """
         name = self.name + (", mended" if mended else "")

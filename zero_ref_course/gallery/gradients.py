@@ -1,4 +1,4 @@
-"""Exhibits: gradients on their way to the step. Summed, averaged twice, not averaged, accumulated or lost."""
+"""Exhibits: gradients before the step. They are summed, averaged twice or never, accumulated, or lost."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Summed(Sharded):
     cause="averaged twice",
 )
 class AveragedTwice(Sharded):
-    """The loss was divided by the tokens of all ranks, and then the wrapper averaged: N ranks trained at lr /
-    N.
+    """The loss was divided by the tokens of all ranks, and then the wrapper averaged, so N ranks trained with
+    lr / N.
     """
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -107,9 +107,9 @@ class HeadAroundTheWrapper(Sharded):
     cause="gradients are not reduced",
 )
 class LateParameters(Sharded):
-    """An adapter came after wrapping.
+    """An adapter was added after wrapping, so its gradients were not averaged.
 
-    Nobody averaged its gradients: each rank trained one of its own, rank 0's was saved.
+    Each rank trained an adapter of its own, and rank 0's was saved.
     """
 
     def params(self) -> list[nn.Parameter]:
@@ -120,7 +120,7 @@ class LateParameters(Sharded):
 
 
 class Buffered(Sharded):
-    """Right: gradients go to a buffer after each micro-batch, which the last one finishes."""
+    """Right: gradients are added to a buffer after each micro-batch, and averaged after the last one."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -144,7 +144,7 @@ class Buffered(Sharded):
         self.finished = self.is_last
 
     def flush(self, param: nn.Parameter, grad: torch.Tensor) -> None:
-        """Add the gradients of a micro-batch to the buffer, or begin with them."""
+        """Add a gradient of a micro-batch to the buffer, or begin with it."""
         self.buffer[param] = self.buffer[param] + grad if param in self.buffer else grad
 
     def end_of_backward(self) -> None:
@@ -163,8 +163,8 @@ class Buffered(Sharded):
     mended=Buffered,
 )
 class LastMicroBatch(Buffered):
-    """`no_sync` was inherited and did nothing. So every micro-batch counted as a step's last, and the next
-    one cleared the buffer with its gradients.
+    """`no_sync` was inherited and did nothing. So every micro-batch counted as the last of a step, and the
+    next micro-batch cleared the gradients in the buffer.
     """
 
     @contextlib.contextmanager
@@ -201,8 +201,8 @@ class SharedBuffer(Buffered):
     cause="reduced again with each micro-batch",
 )
 class ReducedAgain(Sharded):
-    """What had been summed over the ranks was in `.grad` when the next micro-batch came, and was summed again
-    with it.
+    """Gradients that had been summed over the ranks stayed in `.grad`, and were summed again after the next
+    micro-batch.
     """
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -221,9 +221,8 @@ class ReducedAgain(Sharded):
     cause="divided by the number of micro-batches",
 )
 class DividedAgain(Sharded):
-    """The loss was divided by the number of micro-batches in two places: gradients were a fraction of what
-    they
-    were.
+    """The loss was divided by the number of micro-batches in two places, so gradients were too small by that
+    factor.
     """
 
     micro_batches = 0
@@ -250,7 +249,7 @@ class DividedAgain(Sharded):
 )
 class LocalNorm(Sharded):
     """Each rank clipped its share of the gradients by the norm of that share. So the ranks scaled by
-    different factors, and all of them too little.
+    different factors, and clipped too little.
     """
 
     def clip(self, max_norm: float) -> None:

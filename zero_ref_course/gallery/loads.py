@@ -1,4 +1,4 @@
-"""Exhibits: what comes back when a save is loaded, and what is shared by parameters, copies and ranks."""
+"""Exhibits: state that is lost when a save is loaded, and values that parameters, copies and ranks share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_ref_course.gallery.right import Owned, Sharded
 
 
 class OwnedBy(Sharded):
-    """Right as long as `kind` is."""
+    """A program whose optimizer is of the class `kind`; right if that class is."""
 
     kind: type[Owned] = Owned
 
@@ -24,7 +24,7 @@ class OwnedBy(Sharded):
 
 
 class ByTemplate(Owned):
-    """Loads into the entries of its own state, and a new optimizer has none before its first step."""
+    """Loads only into entries that its state has already; a new optimizer has none before its first step."""
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         assert self.local is not None
@@ -44,19 +44,19 @@ class ByTemplate(Owned):
     cause="is reset by loading",
 )
 class MomentsReset(OwnedBy):
-    """Loading filled the moments that were there. A new optimizer has none before its first step, so nothing
-    was loaded, and the moments began at 0.
+    """Loading filled only moments that existed already. A new optimizer has none before its first step, so
+    nothing was loaded, and the moments began at 0.
     """
 
     kind = ByTemplate
 
 
 PADDING = 8
-"""Elements behind each bucket, so that the next one begins at a boundary."""
+"""The elements of padding behind each bucket, so that the next bucket begins at a boundary."""
 
 
 class ByOffset(Owned):
-    """Packs each moment without the padding between buckets, and reads by offsets that count it."""
+    """Packs each moment without the padding between buckets, and reads by offsets that count the padding."""
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         numbers = dict(self.numbered())
@@ -80,8 +80,8 @@ class ByOffset(Owned):
     cause="",
 )
 class ShiftedMoments(OwnedBy):
-    """State was packed without the padding behind each bucket and read with it: right in the first bucket
-    only.
+    """State was packed without the padding behind each bucket and read with it, so only the first bucket was
+    right.
     """
 
     kind = ByOffset
@@ -97,7 +97,7 @@ class ShiftedMoments(OwnedBy):
 class LoadingSteps(Sharded):
     """To have a state to load into, loading made a step with gradients of 0.
 
-    It moved nothing, but weights decayed.
+    The gradients moved nothing, but weight decay shrank the weights.
     """
 
     def set_values(self, values: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
@@ -152,7 +152,7 @@ class OnMasters(torch.optim.AdamW):
 
 
 SHRINKING: dict[str, Any] = {"lr": 2.0**-12, "weight_decay": 6.0}
-"""What a step takes from a weight is a seven-hundredth of it; 16 bits hold no finer step than a 256th."""
+"""A step takes a seven-hundredth from a weight, and 16 bits hold no finer change than a 256th."""
 
 
 class WithMasters(Sharded):
@@ -172,8 +172,8 @@ class WithMasters(Sharded):
     plain={"from_plain": torch.optim.AdamW, "options": SHRINKING, "masters": True, "steps": 40},
 )
 class NoMasters(Sharded):
-    """All was 16 bits, so a weight of 1 could not move by less than 1/256: norms were 1.0 after the whole
-    training.
+    """Everything had 16 bits, so a weight of 1 could not move by less than 1/256: the norms' weights were 1.0
+    after the whole training.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -181,7 +181,7 @@ class NoMasters(Sharded):
 
 
 class MainCopies(Sharded):
-    """Right: the optimizer has the values too, and what it publishes are its own."""
+    """Right: the optimizer has copies of the values, which it steps and publishes."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -189,7 +189,7 @@ class MainCopies(Sharded):
         self.copy_values()
 
     def copy_values(self) -> None:
-        """Take the model's values."""
+        """Copy the model's values to the optimizer."""
         self.main = {param: param.detach().clone() for param in self.params()}
 
     def step(self) -> None:
@@ -233,9 +233,8 @@ class StaleMasters(MainCopies):
     cause="gradient of tied weights lacks",
 )
 class Untied(Sharded):
-    """New storage was made for every parameter, so head and embedding were tied no more, and each got half
-    its
-    gradient.
+    """New storage was made for every parameter, so head and embedding were no longer tied, and each got only
+    a part of the gradient.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -258,8 +257,8 @@ class Untied(Sharded):
     mended=Wrapped,
 )
 class BuffersOfEachRank(Wrapped):
-    """Each rank made statistics of its own data, so the ranks evaluated different models with equal
-    parameters.
+    """Each rank kept statistics of its own data in buffers, so the ranks evaluated different models with
+    equal parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -3,10 +3,9 @@
 Each exhibit gets one method wrong.
 
 - `Sharded`: the program, as the doctor drives it;
-- `Owned`: its optimizer, in the manner of `zero_ref/stairs/owners.py`: each parameter has an owner,
-  which keeps
-  its state and updates it, then sends it to all;
-- `MuonAndAdamW`: a plain optimizer that treats a parameter as a matrix, so what it is given must be whole.
+- `Owned`: its optimizer, in the manner of `zero_ref/stairs/owners.py`: each parameter has an owner, which
+  keeps its state, updates it, and sends it to all;
+- `MuonAndAdamW`: a plain optimizer that treats a parameter as a matrix, so parameters must be whole.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Sharded(Program):
     ...     return Sharded(model, torch.optim.AdamW, lr=0.05)
 
     Args:
-        model: with equal values on all ranks.
+        model: has equal values on all ranks.
         optimizer_class, **options: of the local optimizers.
     """
 
@@ -50,7 +49,7 @@ class Sharded(Program):
         optimizer_class: type[torch.optim.Optimizer],
         options: dict[str, Any],
     ) -> Owned:
-        """The optimizer. An exhibit may make another one."""
+        """Make the optimizer. An exhibit may make another one."""
         return Owned(params, optimizer_class, **options)
 
     def params(self) -> list[nn.Parameter]:
@@ -82,7 +81,7 @@ class Sharded(Program):
 
 
 LR = 0.05
-"""The learning rate of programs that are given none."""
+"""The learning rate by default."""
 
 
 class Owned(torch.optim.Optimizer):
@@ -92,7 +91,7 @@ class Owned(torch.optim.Optimizer):
 
     Args:
         params: as for torch.optim, with equal values on all ranks.
-        optimizer_class: steps what this rank owns.
+        optimizer_class: steps the parameters that this rank owns.
         **options: of `optimizer_class`.
     """
 
@@ -126,7 +125,7 @@ class Owned(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update what this rank owns, then send every parameter from its owner to all ranks.
+        """Update the parameters that this rank owns, then send every parameter from its owner to all ranks.
 
         Collective: all ranks, after their gradients were averaged.
         Cost: each rank receives the parameters that it does not own.
@@ -160,11 +159,11 @@ class Owned(torch.optim.Optimizer):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What `consolidate_state_dict` has gathered."""
+        """Return the state that `consolidate_state_dict` has gathered."""
         return self.whole
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take from a state of all parameters what belongs to this rank's."""
+        """Load the state of this rank's parameters from a state of all parameters."""
         assert self.local is not None
         for group, before in zip(self.param_groups, saved["param_groups"]):
             group.update(before)
@@ -182,7 +181,7 @@ class Owned(torch.optim.Optimizer):
 
 
 def orthogonalized(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Roughly the orthogonal matrix that is nearest to `matrix`, by Newton and Schulz's iteration.
+    """Return about the orthogonal matrix that is nearest to `matrix`, by Newton and Schulz's iteration.
 
     >>> nearly = orthogonalized(torch.tensor([[3.0, 0.0], [0.0, 0.5]]))
     >>> bool((nearly - torch.eye(2)).abs().max() < 0.35)
@@ -217,7 +216,7 @@ class MuonAndAdamW(torch.optim.AdamW):
             [0.0000, 0.4000]])
 
     Args:
-        params, lr, **options: as for torch.optim.AdamW; lr is also that of the matrices.
+        params, lr, **options: as for torch.optim.AdamW; the matrices have the same lr.
     """
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Exhibits: the step. Another class, other options, a piece of a matrix, a parameter without a gradient."""
+"""Exhibits: the step. It has another class or other options, or a piece of a matrix, or no gradient."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ShardedMuon(Sharded):
 
 
 class LeftToTheWrapper(MuonAndAdamW):
-    """Assumes that what it is given as a gradient has been orthogonalized."""
+    """Assumes that the gradients of matrices have been orthogonalized already."""
 
     def step_matrix(self, param: nn.Parameter, grad: torch.Tensor, group: dict[str, Any]) -> None:
         param.sub_(group["lr"] * grad)
@@ -54,7 +54,7 @@ class MuonIsSGD(ShardedMuon):
 
 
 class AsStored(MuonAndAdamW):
-    """Asks the parameter as it is stored, flat, whether it is a matrix."""
+    """Tests the parameter as it is stored, which is flat, for being a matrix."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -65,7 +65,7 @@ class AsStored(MuonAndAdamW):
         torch.optim.AdamW.step(self)
 
     def stored(self, param: nn.Parameter) -> torch.Tensor:
-        """What a rank keeps of a parameter while it is sharded."""
+        """The part of a parameter that a rank keeps while it is sharded, as a flat tensor."""
         return param.data.flatten()[: param.numel() // dist.get_world_size()]
 
 
@@ -79,9 +79,8 @@ class AsStored(MuonAndAdamW):
     plain=MUON,
 )
 class MuonIsAdamW(ShardedMuon):
-    """A sharded parameter is stored flat, and a flat tensor is no matrix: Muon was never chosen, AdamW
-    stepped
-    all.
+    """A sharded parameter is stored flat, and a flat tensor is no matrix: Muon was never chosen, and AdamW
+    stepped all parameters.
     """
 
     optimizer_class = AsStored
@@ -94,7 +93,7 @@ class InPieces(MuonAndAdamW):
     """Each rank has a range of all matrices laid end to end, updates it, and sends it to the others."""
 
     def ranges(self) -> dict[nn.Parameter, list[slice]]:
-        """For each matrix the range of each rank."""
+        """The range of each rank in each matrix."""
         matrices = [param for group in self.param_groups for param in group["params"] if param.ndim == 2]
         share = -(-sum(param.numel() for param in matrices) // dist.get_world_size())
         found, start = {}, 0
@@ -139,7 +138,7 @@ class MuonInPieces(Sharded):
 class HalfReduced(MuonInPieces):
     """Each rank got averaged gradients for its own range of elements only.
 
-    A matrix across the border of two ranges was orthogonalized from averaged and local gradients mixed.
+    A matrix in two ranges was orthogonalized from a mixture of averaged and local gradients.
     """
 
     def end_of_backward(self) -> None:
@@ -177,7 +176,7 @@ class Rows(MuonAndAdamW):
     plain=MUON,
 )
 class RowsOfARank(ShardedMuon):
-    """Each rank orthogonalized the rows that it had. That is no part of what the whole matrix gives."""
+    """Each rank orthogonalized only its own rows, which does not give those of the orthogonalized matrix."""
 
     optimizer_class = Rows
 
@@ -203,7 +202,7 @@ class EpsNotPassedOn(Sharded):
 
 
 class TakesParametersOnly(Owned):
-    """Builds groups of its own, and takes from those that it is given the parameters alone."""
+    """Takes only the parameters from the program's groups, and builds groups of its own."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group({"params": param_group["params"]})
@@ -217,9 +216,8 @@ class TakesParametersOnly(Owned):
     cause="options of the group that was added are not passed on",
 )
 class GroupsDiscarded(Sharded):
-    """Of the groups that a program gave, the optimizer took the parameters, and for all of them its own lr
-    and
-    decay.
+    """The optimizer took only the parameters from the program's groups, and used its own lr and decay for all
+    of them.
     """
 
     def sharded(self, params: Iterable[nn.Parameter], optimizer_class: Any, options: dict[str, Any]) -> Owned:
@@ -230,7 +228,7 @@ DECAY = 0.5
 
 
 def by_kind(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay; biases and other vectors do not."""
+    """Two groups: matrices, with weight decay, and biases and other vectors, without."""
     params = list(model.parameters())
     return [
         {"params": [param for param in params if param.ndim > 1], "weight_decay": DECAY},
@@ -239,12 +237,12 @@ def by_kind(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def plain_by_kind(model: nn.Module) -> torch.optim.Optimizer:
-    """The plain optimizer of these groups."""
+    """The plain optimizer with the groups of `by_kind`."""
     return torch.optim.AdamW(by_kind(model), lr=LR)
 
 
 class ByKind(Sharded):
-    """Right: two groups."""
+    """Right: the two groups of `by_kind`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -304,7 +302,7 @@ class ThroughCopies(Sharded):
         super().step()
 
     def copy_gradient(self, param: nn.Parameter) -> None:
-        """Note the gradient of a parameter, or that there is none."""
+        """Copy the gradient of a parameter, also if it is None."""
         self.kept[param] = param.grad
 
 
@@ -317,8 +315,8 @@ class ThroughCopies(Sharded):
     mended=ThroughCopies,
 )
 class StaleCopy(ThroughCopies):
-    """Where a parameter had no gradient, its copy kept the one of the step before, and was updated with it
-    again.
+    """If a parameter had no gradient, its copy kept the gradient of the step before, and was updated with
+    that again.
     """
 
     def copy_gradient(self, param: nn.Parameter) -> None:
@@ -362,8 +360,8 @@ class DecaysWithoutGradient(Sharded):
     cause="no rank has updated",
 )
 class OldParameters(Sharded):
-    """The optimizer was made before the model was wrapped, of parameters that the wrapper replaced: nothing
-    moved.
+    """The optimizer was made before the model was wrapped, with parameters that the wrapper then replaced, so
+    the model did not move.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""A small training in which everything that the exhibits get wrong happens: what its loss shows."""
+"""A small training with all phases that the exhibits get wrong: its loss, with and without each mistake."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """The mean square of what it is off."""
+        """Return the mean squared error."""
         inputs, targets = batch
         hidden = self.second(self.first(inputs).tanh()).tanh()
         return (self.head(hidden) - targets).square().mean()
 
 
 def batch_of(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points of a plane with a wave in it, and their heights."""
+    """A batch of points in a plane, and the height of a wave at each."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
     inputs = torch.rand(ROWS, 2, generator=generator) * 2 - 1
     return inputs, (3 * inputs[:, :1]).sin() + 2 * inputs[:, 1:]
@@ -71,7 +71,7 @@ def trained(program_of: Callable[[nn.Module], Program], steps: int) -> list[floa
 
 
 def one_batch(program: Program, step: int, micro: int, last: bool) -> torch.Tensor:
-    """Forward and backward of a micro-batch; its loss."""
+    """Make forward and backward of a micro-batch, and return its loss."""
     batch = batch_of(step, micro, dist.get_rank())
     if last:
         loss = program.loss(batch)
@@ -84,7 +84,7 @@ def one_batch(program: Program, step: int, micro: int, last: bool) -> torch.Tens
 
 
 def reloaded(program: Program, program_of: Callable[[nn.Module], Program]) -> Program:
-    """A new program that has loaded what another one saved. Collective: all ranks."""
+    """Return a new program that has loaded the state of another one. Collective: all ranks."""
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder, group_src=0)
     program.save(Path(folder[0]))
@@ -95,15 +95,15 @@ def reloaded(program: Program, program_of: Callable[[nn.Module], Program]) -> Pr
 
 
 def all_trained(programs: Sequence[Callable[[nn.Module], Program]], steps: int) -> list[list[float]]:
-    """The losses of several programs, one after the other. Collective: all ranks."""
+    """Train several programs, one after the other, and return their losses. Collective: all ranks."""
     return [trained(program_of, steps) for program_of in programs]
 
 
 def losses_of(exhibits: Sequence[Exhibit], steps: int = 40) -> dict[str, tuple[list[float], list[float]]]:
-    """For each exhibit the losses with the mistake, and mended, on two real ranks.
+    """The losses of each exhibit, with the mistake and without, on two real ranks.
 
     Args:
-        exhibits: whose programs train.
+        exhibits: the exhibits whose programs train.
         steps: of each training; in the middle the program is saved and loaded.
     Cost: about a second for three trainings of 40 steps, once ranks are started.
     """
