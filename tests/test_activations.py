@@ -365,8 +365,10 @@ def peak_of_a_step(attention: str, way: str, depth: int, vocabulary: int) -> tup
     return living.peak, max(found.kept + found.loss, found.blocks + found.again + found.gradients)
 
 
-@pytest.mark.parametrize(("attention", "way"), IN_TORCH)
-@pytest.mark.parametrize("vocabulary", [4000, 11])
+@pytest.mark.parametrize(
+    ("attention", "way", "vocabulary"),
+    [*((*one, 11) for one in IN_TORCH), ("fused", "none", 4000), ("fused", "full", 4000)],
+)
 def test_the_peak_is_at_the_loss_or_in_a_block(attention: str, way: str, vocabulary: int) -> None:
     peak, predicted = peak_of_a_step(attention, way, 4, vocabulary)
     made_before = B * S * SMALL.width * 2  # the first input
