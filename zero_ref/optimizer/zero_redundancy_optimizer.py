@@ -31,6 +31,7 @@ from zero_ref.optimizer import join, plans
 from zero_ref.optimizer.accord import Accord, facts_of_options, number_on
 from zero_ref.optimizer.closure import UserClosure
 from zero_ref.optimizer.forwarded import method_of
+from zero_ref.optimizer.own_saves import OwnSaves
 from zero_ref.optimizer.registered import Registered
 from zero_ref.optimizer.whole import WholeState
 from zero_ref.plan.choice import Choice
@@ -104,6 +105,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         arriving: the pending calls that send and receive new parameters, if `gather_in_forward` of
             ShardedDataParallel lets `step` return before they are complete; else None.
         accord: checks that options stay equal on all ranks, and reports errors between ranks.
+        whole: the state of the unsharded optimizer, to save and to load.
+        saves: what is known of the optimizer's sharded saves.
         collectives: makes the calls to other ranks; append to its `observers` to see every call.
         process_group, rank, world_size, global_rank, parameters_as_bucket_view: as torch's. `rank` counts
             within the group.
@@ -156,6 +159,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             elementwise,
         )
         self.whole = WholeState(self)
+        self.saves = OwnSaves()
 
         # 1. Plan and check, without sending parameters. If one rank cannot construct its part, all ranks
         # raise.

@@ -39,7 +39,6 @@ import contextlib
 import json
 import os
 import warnings
-import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -130,7 +129,8 @@ def save_sharded_async(
     """
     save = _prepare_save(optimizer, directory, notes, parameters, keep, take_over, as_copies=True)
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save_sharded")
-    pending = _PENDING[optimizer] = PendingSave(save, thread.submit(save.write))
+    pending = PendingSave(save, thread.submit(save.write))
+    optimizer.saves.begin(pending)
     # The thread ends when it has written. The interpreter does not exit before.
     thread.shutdown(wait=False)
     return pending
@@ -161,20 +161,6 @@ class PendingSave:
             save.complete(self._writing.result())
 
 
-_PENDING: weakref.WeakKeyDictionary[ZeroRedundancyOptimizer, PendingSave] = weakref.WeakKeyDictionary()
-"""The last background save of each optimizer."""
-
-_KNOWN_DAMAGED: set[Path] = set()
-"""The folders of saves that a load has skipped. They do not count as saves to keep."""
-
-
-def _wait_for_pending(optimizer: ZeroRedundancyOptimizer) -> None:
-    """Complete the background save of this optimizer, if there is one. Collective."""
-    pending = _PENDING.pop(optimizer, None)
-    if pending is not None:
-        pending.wait()
-
-
 @dataclass
 class _PreparedSave:
     """A save that ranks have agreed on: this rank has yet to `write` and `complete` it.
@@ -182,6 +168,7 @@ class _PreparedSave:
     Args:
         folder: the new save's folder, the same on all ranks.
         ranges: the ranges that this rank writes; freed when they are written.
+        damaged: the folders of saves that do not count as saves to keep.
         ownership: the ownership of the directory, on rank 0; None on other ranks.
     """
 
@@ -190,6 +177,7 @@ class _PreparedSave:
     writer: ShardWriter
     ranges: dict[str, Ranges]
     keep: int
+    damaged: set[Path]
     ownership: Ownership | None
 
     def write(self) -> Exception | None:
@@ -218,7 +206,7 @@ class _PreparedSave:
         if self.ownership is not None and self.ownership.is_valid():
             # The checkpoint is complete whether or not this succeeds. The next save tries again.
             with contextlib.suppress(OSError):
-                remove_old(self.folder, self.keep, _KNOWN_DAMAGED)
+                remove_old(self.folder, self.keep, self.damaged)
 
 
 @torch.no_grad()
@@ -232,7 +220,7 @@ def _prepare_save(
     as_copies: bool = False,
 ) -> _PreparedSave:
     """Collect what this rank writes; return when all ranks have, and rank 0 has made a folder. Collective."""
-    _wait_for_pending(optimizer)
+    optimizer.saves.finish()
     optimizer.current()
     comm, path = optimizer.collectives, Path(directory).absolute()
     ownership, name_and_id = None, ["", ""]
@@ -258,7 +246,7 @@ def _prepare_save(
         # All ranks have agreed. Rank 0 tells them the folder.
         name, id_ = broadcast_json(comm, name_and_id, src=0)
         writer = ShardWriter(path / name, comm.rank, comm.world_size, contents, id_)
-        save = _PreparedSave(comm, path / name, writer, ranges, keep, ownership)
+        save = _PreparedSave(comm, path / name, writer, ranges, keep, optimizer.saves.damaged, ownership)
         # What interrupted saves have left may be what fills the disk, so remove it before writing.
         save.tidy()
         # The directory stays this process's own until the save is complete.
@@ -318,7 +306,7 @@ def load_sharded(
         second time, on their device: call `zero_grad()` before, if memory is short. Three all-gathers of 32
         bytes, one of 8.
     """
-    _wait_for_pending(optimizer)
+    optimizer.saves.finish()
     with optimizer.accord.reloading() if parameters else contextlib.nullcontext():
         optimizer.current()
         folder, loaded = _read_newest(optimizer, Path(directory).absolute(), parameters, save)
@@ -342,6 +330,7 @@ def _read_newest(
     skipped: dict[str, str] = {}
     while True:
         folder, tables, skipped = _find_and_share(comm, path, save, skipped)
+        optimizer.saves.damaged.update(path / name for name in skipped)
         loaded, problem = None, ""
         with agreement(comm, f"read the checkpoint {folder}"):
             try:
@@ -357,7 +346,7 @@ def _read_newest(
                 warnings.warn(f"loading {folder}, since newer ones are damaged: {found}", stacklevel=4)
             return folder, loaded
         skipped[folder.name] = problem
-        _KNOWN_DAMAGED.add(folder)
+        optimizer.saves.damaged.add(folder)
 
 
 _KINDS = (FileNotFoundError, OSError, ValueError, RuntimeError)
@@ -385,7 +374,6 @@ def _find_and_share(
     found = broadcast_json(comm, found, src=0)
     if "error" in found:
         raise _KINDS[found["kind"]](found["error"])
-    _KNOWN_DAMAGED.update(path / folder for folder in found["damaged"])
     return path / found["folder"], found["tables"], found["damaged"]
 
 
