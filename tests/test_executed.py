@@ -106,6 +106,7 @@ def test_a_kernel_is_spoken_to_without_ports() -> None:
         assert Path(f"{known['ip']}-{known['shell_port']}").is_socket()
 
 
+@pytest.mark.thorough
 def test_nothing_that_a_long_cell_says_is_lost() -> None:
     """nbval reads it when the cell has ended, up to the kernel's word that it is idle."""
     # Said little by little: a kernel too drops what is not sent, a thousand messages behind.

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 ROOT = Path(__file__).parents[1]
@@ -19,8 +18,6 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 sys.path.insert(0, str(ROOT / "book" / "_ext"))
 folds = importlib.import_module("folds")
 sys.path.pop(0)
-
-each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def folded_cells(path: Path) -> list[dict[str, Any]]:
@@ -58,19 +55,18 @@ def test_the_examples_hold() -> None:
     assert doctest.testmod(folds) == (0, 3)
 
 
-@each_notebook
-def test_every_folded_cell_has_a_bar_of_its_kind(path: Path) -> None:
-    assert [cell["id"] for cell in folded_cells(path) if folds.kind_of(cell) not in folds.BARS] == []
+def test_every_folded_cell_has_a_bar_of_its_kind() -> None:
+    for path in NOTEBOOKS:
+        assert [cell["id"] for cell in folded_cells(path) if folds.kind_of(cell) not in folds.BARS] == []
 
 
 def test_a_folded_cell_of_no_kind_is_found() -> None:
     assert folds.kind_of({"id": "watch", "metadata": {"tags": ["hide-input"]}}) is None
 
 
-@each_notebook
-def test_checks_are_asserts_and_put_nothing_out(path: Path) -> None:
+def test_checks_are_asserts_and_put_nothing_out() -> None:
     """An output below the bar would stand under whatever the text above is about."""
-    for cell in folded_cells(path):
+    for cell in (cell for path in NOTEBOOKS for cell in folded_cells(path)):
         if folds.kind_of(cell) == "checks":
             tree = tree_of(cell)
             assert any(isinstance(node, ast.Assert) for node in ast.walk(tree)), cell["id"]
@@ -83,11 +79,9 @@ def test_an_output_of_checks_is_found() -> None:
     assert printed_at_once(ast.parse("def show():\n    print(1)\n\n\nassert 1\nreveal('a', 1)")) == []
 
 
-@each_notebook
-def test_what_is_no_more_than_checks_is_folded(path: Path) -> None:
+def test_what_is_no_more_than_checks_is_folded() -> None:
     """A reader sees the code that carries an idea. Asserts alone carry none."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    for cell in cells:
+    for cell in (cell for path in NOTEBOOKS for cell in json.loads(path.read_text("utf-8"))["cells"]):
         if cell["cell_type"] == "code" and not set(cell["metadata"].get("tags", ())):
             body = tree_of(cell).body
             asserts = [one for one in body if any(isinstance(node, ast.Assert) for node in ast.walk(one))]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -177,63 +178,47 @@ class Told:
             self.state.end_updated(params, [])
 
 
-ways_of_a_backward = [
-    pytest.mark.parametrize("kind", ["on owners", "updated"]),
-    pytest.mark.parametrize("are_views", [False, True]),
-    pytest.mark.parametrize("first", [0, 1]),
-    pytest.mark.parametrize("earlier", [0, 2]),
-    pytest.mark.parametrize("second", [0.0, 1.0]),
-]
+def in_all_ways() -> Iterator[tuple[str, bool, int, int, float]]:
+    """Kind of backward, whether gradients are views, first parameter, earlier backwards, second gradient."""
+    return itertools.product(["on owners", "updated"], [False, True], [0, 1], [0, 2], [0.0, 1.0])
 
 
-def in_all_ways(test: Any) -> Any:
-    for mark in ways_of_a_backward:
-        test = mark(test)
-    return test
-
-
-@in_all_ways
 @pytest.mark.parametrize("between", ["nothing", "a step", "the last gradient dropped"])
-def test_a_backward_on_top_is_refused_whatever_is_in_the_gradients(
-    kind: str, are_views: bool, first: int, earlier: int, second: float, between: str
-) -> None:
-    told = Told(*dead(second), kind, are_views)
-    for _ in range(earlier):
+def test_a_backward_on_top_is_refused_whatever_is_in_the_gradients(between: str) -> None:
+    for way in in_all_ways():
+        kind, are_views, first, earlier, second = way
+        told = Told(*dead(second), kind, are_views)
+        for _ in range(earlier):
+            told.backward(first)
+            told.model.zero_grad()
         told.backward(first)
-        told.model.zero_grad()
-    told.backward(first)
-    assert told.refused == 0
-    if between == "a step" and kind == "on owners":
-        told.state.stepped()
-    if between == "the last gradient dropped" and not are_views:
-        told.model.bias.grad = None
-    told.backward(first)
-    assert told.refused == 1
+        assert told.refused == 0, way
+        if between == "a step" and kind == "on owners":
+            told.state.stepped()
+        if between == "the last gradient dropped" and not are_views:
+            told.model.bias.grad = None
+        told.backward(first)
+        assert told.refused == 1, way
 
 
-@in_all_ways
 @pytest.mark.parametrize("under_no_sync", [False, True])
 @pytest.mark.parametrize("by_optimizer", [False, True])
 def test_gradients_that_were_dropped_or_zeroed_may_be_added_to(
-    kind: str,
-    are_views: bool,
-    first: int,
-    earlier: int,
-    second: float,
-    by_optimizer: bool,
-    under_no_sync: bool,
+    by_optimizer: bool, under_no_sync: bool
 ) -> None:
-    told = Told(*dead(second), kind, are_views)
-    for set_to_none in [True] * earlier + [True, True, False, False]:
-        told.backward(first)
-        if by_optimizer:
-            told.state.zeroed()  # as its zero_grad does
-        else:
-            set_to_none |= kind == "on owners" and not are_views
-        told.model.zero_grad(set_to_none=set_to_none)
-        if under_no_sync and set_to_none:
-            told.run()
-    assert told.refused == 0
+    for way in in_all_ways():
+        kind, are_views, first, earlier, second = way
+        told = Told(*dead(second), kind, are_views)
+        for set_to_none in [True] * earlier + [True, True, False, False]:
+            told.backward(first)
+            if by_optimizer:
+                told.state.zeroed()  # as its zero_grad does
+            else:
+                set_to_none |= kind == "on owners" and not are_views
+            told.model.zero_grad(set_to_none=set_to_none)
+            if under_no_sync and set_to_none:
+                told.run()
+        assert told.refused == 0, way
 
 
 def test_under_no_sync_too_nothing_is_added_to_what_owners_have() -> None:

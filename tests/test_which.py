@@ -245,9 +245,8 @@ def assert_as_listed(some: list[Case]) -> None:
     assert off == {case: by for case, by in DIFFERS.items() if case in found}
 
 
-@pytest.mark.parametrize("model", ["gpt2-xl", "llama3-8b"])
-def test_the_tree_is_within_a_twentieth_of_the_fastest_but_where_it_is_listed(model: str) -> None:
-    assert_as_listed(list(cases((model,), (8, 64))))
+def test_the_tree_is_within_a_twentieth_of_the_fastest_but_where_it_is_listed() -> None:
+    assert_as_listed([case for case in cases(("gpt2-xl",), (8, 64)) if case[3:] in ((1, 1), (4, 8))])
 
 
 @pytest.mark.thorough

@@ -30,9 +30,6 @@ def page_to_try() -> str:
     return next(pages_to_try())
 
 
-each_page = pytest.mark.parametrize("chapter", list(pages_to_try()))
-
-
 def open_to_try(visit: Callable[..., Visit], address: str, **how: object) -> Visit:
     """A chapter with its predictions made, so that nothing is covered."""
     one = visit(address, **how)
@@ -97,7 +94,13 @@ def changed(source: str) -> str:
     return f"{other}\nprint('edited')"
 
 
-@each_page
+@pytest.mark.parametrize(
+    "chapter",
+    [
+        pytest.param(address, marks=pytest.mark.thorough if place else ())
+        for place, address in enumerate(pages_to_try())
+    ],
+)
 def test_a_cell_prints_what_the_page_and_the_package_print_as_it_stands_and_edited(
     visit: Callable[..., Visit], chapter: str
 ) -> None:
@@ -125,6 +128,7 @@ def test_a_cell_prints_what_the_page_and_the_package_print_as_it_stands_and_edit
     assert one.trouble() == []
 
 
+@pytest.mark.thorough
 def test_a_cell_uses_what_its_reader_made_of_a_cell_above(
     visit: Callable[..., Visit], page_to_try: str
 ) -> None:
@@ -235,6 +239,7 @@ def test_nothing_is_fetched_before_the_button_is_pressed(
     assert one.page.workers == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_on_a_phone_it_fits_and_shuts_nobody_out(visit: Callable[..., Visit], axe: str, dark: bool) -> None:
     for address in pages_to_try():

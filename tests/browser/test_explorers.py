@@ -134,16 +134,15 @@ def test_at_its_ends_each_explorer_gives_the_packages_picture_words_and_numbers(
     assert one.trouble() == []
 
 
-@pytest.mark.parametrize(
-    ("name", "every"),
-    [("partition", False), *(pytest.param(name, True, marks=pytest.mark.thorough) for name in CHAPTERS)],
-)
-def test_so_it_does_in_its_chapter(visit: Callable[..., Visit], name: str, every: bool) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_so_it_does_in_its_chapter_along_each_control(visit: Callable[..., Visit], name: str) -> None:
     one = visit(CHAPTERS[name])
-    assert_as_the_package(one.page, name, every)
+    assert_as_the_package(one.page, name, every=True)
     assert one.trouble() == []
 
 
+@pytest.mark.thorough
 def test_the_numbers_in_the_browser_are_those_of_the_package_to_the_last_digit_shown(
     visit: Callable[..., Visit],
 ) -> None:
@@ -186,6 +185,7 @@ def test_nothing_of_python_is_fetched_until_the_reader_asks(visit: Callable[...,
     assert len(one.page.workers) == 1  # one Python for all explorers of a page
 
 
+@pytest.mark.thorough
 def test_all_of_it_can_be_done_with_a_keyboard(visit: Callable[..., Visit]) -> None:
     page = visit(PAGE).page
     section = part(page, "partition")
@@ -204,6 +204,7 @@ def test_all_of_it_can_be_done_with_a_keyboard(visit: Callable[..., Visit]) -> N
     assert "llama3-8b on 48 ranks" in section.locator(".explorer-words").inner_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_on_a_phone_it_fits_and_shuts_nobody_out(visit: Callable[..., Visit], axe: str, dark: bool) -> None:
     page = visit(PAGE, dark=dark, width=PHONE).page
@@ -217,6 +218,7 @@ def test_on_a_phone_it_fits_and_shuts_nobody_out(visit: Callable[..., Visit], ax
     assert [one["id"] for one in found if one["impact"] in ("serious", "critical")] == []
 
 
+@pytest.mark.thorough
 def test_a_dragged_slider_ends_at_the_last_setting(visit: Callable[..., Visit]) -> None:
     page = visit(PAGE).page
     section = start(page, "overlap")
@@ -226,6 +228,7 @@ def test_a_dragged_slider_ends_at_the_last_setting(visit: Callable[..., Visit]) 
     assert "on 128 ranks of" in section.locator(".explorer-words").inner_text()
 
 
+@pytest.mark.thorough
 def test_pages_opened_from_a_disk_say_how_to_start_python(pages: object, browser: object) -> None:
     page = browser.new_page()  # type: ignore[attr-defined]
     page.set_default_timeout(PATIENCE_MS)

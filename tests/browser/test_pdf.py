@@ -12,9 +12,7 @@ sys.path.append(str(ROOT / "book"))
 
 from print_book import read  # noqa: E402  # book/print_book.py
 
-pytestmark = pytest.mark.browser
-
-FEW = 5
+pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 
 
 def run(script: str, *files: Path) -> None:
@@ -22,31 +20,11 @@ def run(script: str, *files: Path) -> None:
     subprocess.run(command, check=True, timeout=800)
 
 
-def with_few_listed(pages: Path, folder: Path) -> Path:
-    """The same pages, of which the contents list only the first: Chromium prints those in seconds."""
-    (folder / "book").mkdir(parents=True)
-    for path in [*pages.iterdir(), *(pages / "book").iterdir()]:
-        place = folder / path.relative_to(pages)
-        if not place.exists():
-            place.symlink_to(path)
-    front = folder / "book" / "index.html"
-    front.unlink()
-    entry = '<li class="toctree-l1'
-    before, *entries = (pages / "book" / "index.html").read_text().split(entry)
-    *_, after = entries  # with the article
-    front.write_text(entry.join([before, *entries[:FEW]]) + after.partition("</li>")[2])
-    return folder
-
-
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["few", "all"])
-def test_the_book_is_printed_and_its_links_lead_somewhere(pages: Path, tmp_path: Path, few: bool) -> None:
+def test_the_book_is_printed_and_its_links_lead_somewhere(pages: Path, tmp_path: Path) -> None:
     edition, pdf = tmp_path / "book.html", tmp_path / "book.pdf"
     run("offline_edition.py", pages, edition)
     chapters = re.findall(r'<article class="bd-article" id="(\w+)"', edition.read_text())
     assert len(chapters) > 20
-    if few:
-        run("offline_edition.py", with_few_listed(pages, tmp_path / "html"), edition)
-        chapters = chapters[:FEW]
     run("print_book.py", edition, pdf)
     printed = read(pdf.read_bytes())
     assert printed.pages > 5 * len(chapters)

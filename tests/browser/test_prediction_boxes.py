@@ -53,7 +53,9 @@ def test_results_are_covered_until_the_reader_commits(page: Page) -> None:
     assert not result(page, "partition.even").is_visible(), "the others stay covered"
 
 
-@pytest.mark.parametrize("said", [4.187, 4.2, 3.0, 8.5, 1.0, 1000.0, -2.0])
+@pytest.mark.parametrize(
+    "said", [3.0, *(pytest.param(said, marks=pytest.mark.thorough) for said in (4.2, 8.5, 1000.0, -2.0))]
+)
 def test_a_page_compares_as_the_package_does(page: Page, said: float) -> None:
     commit(page, f"{said}")
     words = page.locator(".prediction-outcome").first.inner_text()
@@ -66,6 +68,7 @@ def test_a_page_compares_as_the_package_does(page: Page, said: float) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_choice_is_compared_too(page: Page) -> None:
     one = box(page, "partition.sorting")
     one.locator("select").select_option("2 ranks")
@@ -73,6 +76,7 @@ def test_a_choice_is_compared_too(page: Page) -> None:
     assert prediction_named("partition.sorting").compared("2 ranks") in page.locator("main").inner_text()
 
 
+@pytest.mark.thorough
 def test_what_is_no_number_is_not_committed(page: Page) -> None:
     commit(page, "a lot")
     assert box(page).locator(".prediction-said").inner_text() == "A number is asked for."
@@ -102,7 +106,14 @@ def test_a_chapter_read_to_its_end_gets_a_tick_until_the_reader_starts_again(pag
     assert not result(page).is_visible()
 
 
-@pytest.mark.parametrize("name", [name for name, one in EXPLORERS.items() if one.along])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "memory" else pytest.mark.thorough)
+        for name, one in EXPLORERS.items()
+        if one.along
+    ],
+)
 def test_a_slider_moves_the_picture_without_python(visit: Callable[..., Visit], name: str) -> None:
     one = visit("book/explorers.html")
     asked: list[str] = []

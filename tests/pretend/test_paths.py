@@ -66,6 +66,28 @@ for name in ("even views", "shares", "shares views"):
         CASES[f"masters, {name}, {rounding}"] = ("masters", {**how, "rounding": rounding})
     CASES[f"two optimizers, {name}"] = ("two_optimizers", how)
 CASES["local SGD"] = ("averaged", {})
+BETWEEN_BOTH = {"step, each", "DDP, views, owners, clip", "sharded, shares"}
+ALWAYS = BETWEEN_BOTH | {
+    "step, even views",
+    "step, shares views, fused",
+    "DDP, even views, scaled, clip",
+    "DDP, views, to owners in pairs",
+    "in backward, even views, interleaved, to owners",
+    "in backward, views, to owners in pairs",
+    "in backward, even views",
+    "in backward, interleaved, to owners of several runs, reduce",
+    "offload, even views",
+    "state, even views",
+    "Join, views",
+    "sharded, even views, two backwards",
+    "sharded, shares views, no_sync",
+    "sharded, shares views, scaled",
+    "sharded, shares views, in forward",
+    "masters, shares views, nearest",
+    "two optimizers, shares",
+    "local SGD",
+}
+"""One case of each path. The others, and most groups of both backends, are thorough."""
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +97,18 @@ def pool() -> Iterator[Ranks]:
     pool.close()
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["nccl", "gloo and nccl"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "mixed"),
+    [
+        pytest.param(
+            *(case, mixed),
+            marks=() if case in (BETWEEN_BOTH if mixed else ALWAYS) else pytest.mark.thorough,
+            id=f"{case}, {'gloo and nccl' if mixed else 'nccl'}",
+        )
+        for case in CASES
+        for mixed in (False, True)
+    ],
+)
 def test_nothing_goes_wrong_on_the_device(pool: Ranks, case: str, mixed: bool) -> None:
     name, options = CASES[case]
     for found, values, expected in pool.run(partial(on_both, name, options, mixed)):

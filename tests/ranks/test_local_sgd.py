@@ -48,7 +48,7 @@ from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.ranks import RankError, run
 from zero_ref.local_sgd.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
-from zero_ref.local_sgd.averaging import AveragingSchedule, Level
+from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.local_sgd.optimizer import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
@@ -189,9 +189,9 @@ def schedules(world_size: int) -> list[dict[str, Any]]:
         2: [{2: 1, 4: 2}, {2: 2, 6: 2}, {3: 1, 2: 2}],
         4: [{2: 2, 4: 4}, {1: 2, 3: 4}, {2: 2, 4: 4, 8: 4}, {3: 4, 4: 2, 2: 4}],
     }
-    flat = [{"periods": periods, "warmup": warmup} for periods in (1, 3, 4) for warmup in (0, 1, 3)]
-    deep = [{"periods": periods, "warmup": warmup} for periods in levels[world_size] for warmup in (0, 1, 3)]
-    grouped = [{**one, "gradient_group": 2} for one in (flat[3], flat[5], *deep[:3])]
+    flat = [{"periods": periods, "warmup": warmup} for periods, warmup in ((1, 0), (3, 0), (3, 3), (4, 1))]
+    deep = [{"periods": periods, "warmup": warmup} for periods in levels[world_size] for warmup in (0, 3)]
+    grouped = [{**one, "gradient_group": 2} for one in (*flat[1:3], *deep[:2])]
     return [*flat, *deep, *(grouped if world_size == 4 else [])]
 
 
@@ -224,7 +224,11 @@ def mixes(case: Case) -> list[Trace]:
 
 
 @pytest.mark.parametrize(
-    "case", [Case(3, 2), Case({2: 2, 4: 4}, 1, gradient_group=2, **ADAMW)], ids=["flat", "hierarchical"]
+    "case",
+    [
+        pytest.param(Case(3, 2), marks=pytest.mark.thorough, id="flat"),
+        pytest.param(Case({2: 2, 4: 4}, 1, gradient_group=2, **ADAMW), id="hierarchical"),
+    ],
 )
 def test_each_part_works_with_those_of_torch(case: Case) -> None:
     for theirs, *mixed in run(mixes, 4, case, timeout=60):
@@ -315,10 +319,11 @@ def fill(model: nn.Module, values: Sequence[torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("world_size", "case", "cuts"),
     [
-        (2, Case(4, 3, **ADAMW), (2, 4, 6, 7)),
-        (4, Case({2: 2, 4: 4}, 3, gradient_group=2), (4, 7)),
+        pytest.param(2, Case(4, 3, **ADAMW), (2, 4, 6, 7), id="flat"),
+        pytest.param(
+            4, Case({2: 2, 4: 4}, 3, gradient_group=2), (4, 7), marks=pytest.mark.thorough, id="hierarchical"
+        ),
     ],
-    ids=["flat", "hierarchical"],
 )
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(world_size: int, case: Case, cuts: Any) -> None:
     for compared in run(stop_and_go_on, world_size, case, cuts, timeout=60):
@@ -491,12 +496,7 @@ def pairs() -> Any:
     return dist.new_subgroups(2)[0]
 
 
-SHARDED: list[dict[str, Any]] = [
-    {},
-    {"parameters_as_bucket_view": True},
-    {"partition": "even"},
-    {"partition": "even", "parameters_as_bucket_view": True},
-]
+SHARDED: list[dict[str, Any]] = [{}, {"partition": "even", "parameters_as_bucket_view": True}]
 
 
 def train_sharded(case: Case, **mode: Any) -> Trace:
@@ -526,7 +526,6 @@ def sharded_and_not(cases: list[Case]) -> list[tuple[Trace, list[Trace]]]:
 
 def test_a_sharded_optimizer_trains_as_the_whole_one_where_its_ranks_see_the_same_gradients() -> None:
     cases = [
-        Case(3, 2, gradient_group=2, **ADAMW),
         Case({2: 2, 4: 4}, 0, gradient_group=2, **ADAMW),
         Case(3, 1, gradient_group=2, averager="torch", state="ours", **ADAMW),
     ]
@@ -565,7 +564,10 @@ def in_backward(case: Case, way: str) -> tuple[Trace, Trace]:
     return unsharded, trace
 
 
-@pytest.mark.parametrize(("way", "warmup"), [("at the end", 2), ("interleaved", 2), ("to owners", 0)])
+@pytest.mark.parametrize(
+    ("way", "warmup"),
+    [("interleaved", 2), ("to owners", 0), pytest.param("at the end", 2, marks=pytest.mark.thorough)],
+)
 def test_a_sharded_update_made_by_a_hook_trains_the_same(way: str, warmup: int) -> None:
     case = Case(3, warmup, gradient_group=2, **ADAMW)
     for unsharded, trace in run(in_backward, 4, case, way, timeout=30):
@@ -878,11 +880,10 @@ def joined_and_by_hand(*arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("case", "batches"),
     [
-        (Case(3, 0), (7, 2, 0, 4)),
         (Case(2, 3, **ADAMW), (2, 9)),  # one leaves in the warm-up
-        (Case({2: 2, 4: 4}, 0, gradient_group=2), (3, 8, 5, 1)),
+        (Case({2: 2, 4: 4}, 0, gradient_group=2), (3, 8, 5, 0)),
     ],
-    ids=["flat", "warm-up", "groups"],
+    ids=["warm-up", "groups"],
 )
 def test_a_rank_without_data_goes_on_taking_part_in_averages(case: Case, batches: Any) -> None:
     of_rank = run(joined_and_by_hand, len(batches), case, batches, timeout=40)
@@ -977,10 +978,9 @@ def test_every_kind_of_parameter_is_averaged_as_by_torch_and_stays_where_it_is()
                 assert torch.equal(one[name], first[name]) == (name != "frozen" or rank == 0), name
 
 
-@pytest.mark.parametrize("without", [(1,), (0, 1)], ids=["one rank", "all ranks"])
-def test_a_parameter_without_a_gradient_is_averaged_too(without: tuple[int, ...]) -> None:
+def test_a_parameter_without_a_gradient_is_averaged_too() -> None:
     # torch's averager leaves it out, also where other ranks have one: it then adds up what does not belong.
-    first, second = run(average_kinds, 2, False, ("float", "scalar"), without, timeout=20)
+    first, second = run(average_kinds, 2, False, ("float", "scalar"), (1,), timeout=20)
     parts = [{name: param.detach() for name, param in made.items()} for made in run(kinds, 2, timeout=20)]
     for name in ("float", "scalar"):
         assert torch.equal(first[name], second[name])
@@ -1005,9 +1005,8 @@ def on_one_rank(case: Case) -> tuple[Trace, Trace, list[Call]]:
     return job.train(STEPS), plain, calls
 
 
-@pytest.mark.parametrize("periods", [3, {4: 1}], ids=["flat", "hierarchical"])
-def test_one_rank_trains_as_without(periods: Any) -> None:
-    ((trace, plain, calls),) = run(on_one_rank, 1, Case(periods), timeout=20)
+def test_one_rank_trains_as_without() -> None:
+    ((trace, plain, calls),) = run(on_one_rank, 1, Case({4: 1}), timeout=20)
     assert trace == plain
     assert calls == []
 
@@ -1050,10 +1049,3 @@ def test_a_gradient_group_of_all_ranks_keeps_them_equal() -> None:
     for _, count, said in of_rank:
         assert count == len(STEPS)
         assert said == "AttributeError: this state follows an averager's count: set averager.step."
-
-
-def test_a_level_of_single_ranks_averages_nothing() -> None:
-    assert [Case({2: 1, 4: 2}, 0).schedule.level(step) for step in (2, 4)] == [Level(2, 1), Level(4, 2)]
-    (first, second) = run(both, 2, [Case({2: 1, 4: 2}, 0)], timeout=20)
-    assert first[0][0][2] != second[0][0][2]
-    assert first[0][0][4] == second[0][0][4]

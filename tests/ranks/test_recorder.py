@@ -41,12 +41,8 @@ class Mode(NamedTuple):
 
 MODES = [
     Mode("ddp"),
-    *(
-        Mode(strategy, way, to_owners)
-        for strategy in ("zero", "zero-even")
-        for way in ("plain", *OVERLAP)
-        for to_owners in (False, True)
-    ),
+    *(Mode("zero-even", way, to_owners) for way in ("plain", *OVERLAP) for to_owners in (False, True)),
+    Mode("zero", "interleaved"),
     Mode("zero", "plain", True, "reduce"),
     Mode("zero-even", "interleaved", True, "reduce"),
 ]

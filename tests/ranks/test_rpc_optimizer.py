@@ -145,12 +145,11 @@ def assert_same_steps(ours: list[list[torch.Tensor]], others: list[list[torch.Te
         assert all(map(torch.equal, mine, other)), f"parameters differ after step {step}"
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_equals_one_local_optimizer_on_the_whole_model_bit_for_bit(name: str, world_size: int) -> None:
+def test_equals_one_local_optimizer_on_the_whole_model_bit_for_bit(name: str) -> None:
     # The same operations on the same numbers, only elsewhere, so there is nothing to round differently.
-    ours = on_workers(steps_on_workers, world_size, DistributedOptimizer, world_size, name, 4)[0]
-    assert_same_steps(ours, steps_on_one(world_size, name, 4))
+    ours = on_workers(steps_on_workers, 3, DistributedOptimizer, 3, name, 4)[0]
+    assert_same_steps(ours, steps_on_one(3, name, 4))
     assert not torch.equal(ours[0][0], ours[1][0]), "parameters move"
 
 
@@ -163,10 +162,9 @@ def with_torchs_own(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(TorchsOptimizer, *args)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_equals_torchs_own_bit_for_bit(name: str) -> None:
-    ours = on_workers(steps_on_workers, 2, DistributedOptimizer, 2, name, 3)[0]
-    torchs = on_workers(with_torchs_own, 2, steps_on_workers, 2, name, 3)[0]
+def test_equals_torchs_own_bit_for_bit() -> None:
+    ours = on_workers(steps_on_workers, 2, DistributedOptimizer, 2, "Adam", 3)[0]
+    torchs = on_workers(with_torchs_own, 2, steps_on_workers, 2, "Adam", 3)[0]
     assert_same_steps(ours, torchs)
 
 

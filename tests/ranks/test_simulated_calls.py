@@ -93,7 +93,7 @@ CASES = {
         f"mixture-{seed}": Case(
             functools.partial(Mixture, seed), random.Random(seed).choice([None, 0.01, 0.002, 0.0003])
         )
-        for seed in range(10)
+        for seed in (0, 2, 3, 6, 9)  # of many kinds: see below
     },
 }
 
@@ -257,20 +257,13 @@ def of_ranks(request: pytest.FixtureRequest) -> OfRanks:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.title)
-def test_each_ranks_calls_and_state_are_those_of_the_schedule(of_ranks: OfRanks, run: Run) -> None:
+def test_each_ranks_calls_and_what_it_holds_are_those_of_the_schedule(of_ranks: OfRanks, run: Run) -> None:
     for name in CASES:
         plan = run.foreseen(name, len(of_ranks))
         for rank, seen in enumerate(of_ranks):
             assert seen[name, run].calls == list(plan.calls_of(rank)), (name, rank)
-            assert seen[name, run].held.optimizer_state == plan.state_bytes[rank], (name, rank)
-
-
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.title)
-def test_each_rank_holds_the_parameters_and_gradients_of_the_schedule(of_ranks: OfRanks, run: Run) -> None:
-    for name in CASES:
-        plan = run.foreseen(name, len(of_ranks))
-        for rank, seen in enumerate(of_ranks):
             held = seen[name, run].held
+            assert held.optimizer_state == plan.state_bytes[rank], (name, rank)
             assert held.parameters == plan.parameter_bytes[rank], (name, rank)
             assert held.gradients == plan.left_gradient_bytes[rank], (name, rank)
             assert run.way != "plain" or held.gradients >= plan.gradient_bytes[rank], "what it owns"
@@ -373,7 +366,7 @@ def all_torchs_local_sgd() -> dict[str, Seen]:
     return {name: torchs_local_sgd(case) for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_local_sgd_makes_the_calls_of_the_schedule_from_the_warm_up_on(world_size: int) -> None:
     of_ranks = ranks.run(all_local_sgd, world_size, timeout=60, backend="gloo")
     for name, (kind, averaging) in itertools.product(CASES, averagings(world_size).items()):
@@ -404,7 +397,8 @@ def test_local_sgd_of_one_rank_makes_the_calls_of_the_schedule() -> None:
     assert {call.op for call in seen.calls} == {"all_reduce"}, "of the warm-up, by DDP"
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_torchs_local_sgd_makes_the_same_calls_but_for_the_agreement(world_size: int) -> None:
     of_ranks = ranks.run(all_torchs_local_sgd, world_size, timeout=60, backend="gloo")
     for name in CASES:

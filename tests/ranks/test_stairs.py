@@ -244,8 +244,7 @@ def all_cases(stair: str) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "world_size",
-    [1, pytest.param(2, marks=pytest.mark.thorough), 3, pytest.param(4, marks=pytest.mark.thorough)],
+    "world_size", [3, *(pytest.param(number, marks=pytest.mark.thorough) for number in (1, 2, 4))]
 )
 @pytest.mark.parametrize("stair", STAIRS)
 def test_a_stair_equals_the_complete_optimizer(stair: str, world_size: int) -> None:
@@ -401,10 +400,15 @@ def uninterrupted(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [(1, 3), (3, 2), *(pytest.param(*one, marks=pytest.mark.thorough) for one in ((2, 4), (4, 1)))],
+    ("before", "after", "dtype"),
+    [
+        (3, 2, torch.float32),
+        (1, 3, torch.bfloat16),
+        pytest.param(2, 4, torch.bfloat16, marks=pytest.mark.thorough),
+        pytest.param(4, 1, torch.float32, marks=pytest.mark.thorough),
+    ],
+    ids=str,
 )
 def test_a_checkpoint_goes_on_in_either_at_another_world_size(
     before: int, after: int, dtype: torch.dtype

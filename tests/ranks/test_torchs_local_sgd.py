@@ -91,7 +91,10 @@ def on_rank(name: str) -> str:
     return run_torchs_test(name, torch.distributed.get_rank(), torch.distributed.get_world_size())
 
 
-@pytest.mark.parametrize("name", TESTS)
+@pytest.mark.parametrize(
+    "name",
+    [TESTS[-2], *(pytest.param(name, marks=pytest.mark.thorough) for name in TESTS if name != TESTS[-2])],
+)
 def test_torchs_test_passes(name: str) -> None:
     shutdown()  # the tests count process groups
     assert run(on_rank, 4, name, backend="gloo", timeout=120) == [name] * 4
