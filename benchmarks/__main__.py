@@ -138,7 +138,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _parts(arguments: argparse.Namespace, report: Report) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the measurements by name; each adds to the report and prints what it found."""
+    """Yield the name and function of each measurement, which adds its result to the report and prints it."""
     count = report.sessions[0].rounds
     world_sizes = list(dict.fromkeys(arguments.ranks or [2]))
 

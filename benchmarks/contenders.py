@@ -1,4 +1,4 @@
-"""The contenders, the models that they train, and what the machine can do: computing and communicating alone.
+"""The contenders, the models that they train, and the machine's limits: computing and communicating alone.
 
 Contenders are this package's optimizer in its forms, and its peers from their released packages.
 """
@@ -71,7 +71,7 @@ ADDED = {
     "`ShardedDataParallel`": ("sync", OURS, OWN_HOOKS),
     'there `partition="equal_shares"`': ("sync", OWN_HOOKS, SHARES),
 }
-"""Additions to our optimizer: the suite that times it, and the forms without it and with it."""
+"""Additions to our optimizer, each with the suite that times it, and the forms without it and with it."""
 
 BEST: dict[str, Any] = {"parameters_as_bucket_view": True, "fused": True}
 
@@ -165,7 +165,7 @@ def give_gradients(params: Sequence[torch.Tensor], seed: int = 0) -> None:
 
 
 def result(suite: str, set_name: str, taken: dict[str, Taken]) -> SuiteResult:
-    """Return what was taken as the result of a suite, with the size of the model."""
+    """Return the measurements as the result of a suite, with the size of the model."""
     numels = [param.numel() for param in SETS[set_name].make().parameters()]
     return SuiteResult(suite, set_name, dist.get_world_size(), len(numels), sum(numels), taken)
 

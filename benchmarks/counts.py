@@ -66,7 +66,7 @@ def _blocks(model: Model) -> list[tuple[ParamShape, ...]]:
 
 
 def _scales(param: ParamShape) -> int:
-    """Return the number of scales of a linear layer, or of each expert's; the router has none."""
+    """Return the number of scales of a linear layer, or of all experts' layers; the router has none."""
     if param.name == "mlp.gate.weight" or len(param.shape) < 2:
         return 0
     *experts, rows, columns = param.shape

@@ -1,4 +1,4 @@
-"""The surroundings of a benchmark: the machine, the versions, the commit. Standard library only.
+"""The machine, the versions and the commit of a benchmark. Standard library only.
 
 Nothing that names the machine: no host name, no user, no folder.
 """
@@ -19,7 +19,7 @@ PACKAGES = ("torch", "fairscale", "zero_ref")
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that was measured. A field that the system does not tell is None.
+    """The machine of a measurement. A field is None if the system does not tell it.
 
     Args:
         processor: the model's name.

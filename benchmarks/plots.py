@@ -24,7 +24,7 @@ _MARKS: dict[str, dict[str, Any]] = {
 
 @in_style
 def benchmarks(ratios: Mapping[str, Spread], ax: Axes, *, ours: str, title: str | None = None) -> Axes:
-    """Draw how many times as long as `ours` each other took: dots for medians, bars for quartiles.
+    """Draw the others' times over `ours`: dots for medians, bars for quartiles.
 
     Right of 1 the others are slower. A disc is a peer that lost to us, a cross one that won, a hollow diamond
     one whose quartiles hold 1. Limits, what the machine takes for the work alone, are grey ticks below.
@@ -38,10 +38,10 @@ def benchmarks(ratios: Mapping[str, Spread], ax: Axes, *, ours: str, title: str 
 
     Args:
         ratios: name -> the other's time over ours. A limit's name begins with "limit: ".
-        ours: the name of what they are held against.
-        title: in place of how many peers were faster.
+        ours: the name of the contender that the others are compared with.
+        title: in place of the number of peers that were slower.
     Raises:
-        ValueError: there is none, or a ratio is not above 0.
+        ValueError: there are no ratios, or one is not above 0.
     """
     if min((value for ratio in ratios.values() for value in ratio), default=0) <= 0:
         raise ValueError(f"ratios {dict(ratios)}: give one or more, all above 0.")

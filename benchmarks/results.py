@@ -72,7 +72,7 @@ class SuiteResult:
     taken: dict[str, Taken]
 
     def ratio(self, one: str, other: str, *, of: str = "wall_ms") -> Spread:
-        """Return how many times as long `one` took as the other, round by round."""
+        """Return the time of `one` over that of `other`, round by round."""
         times, of_other = (getattr(self.taken[name], of) for name in (one, other))
         return spread([a / b for a, b in zip(times, of_other, strict=True)])
 
@@ -124,7 +124,7 @@ class Report:
 
     @classmethod
     def from_json(cls, value: Any) -> Report:
-        """Return the report of which `as_json` made plain values, by way of json too.
+        """Return the report of the plain values that `as_json` has made, also after they went through JSON.
 
         Raises:
             ValueError: it is something else; a time is not above 0; or some have more rounds than others.

@@ -35,7 +35,7 @@ class Case(NamedTuple):
     Args:
         run: all ranks call it together.
         before: called untimed before each `run`.
-        after: called untimed after it; may check or free what `run` made.
+        after: called untimed after each `run`; may check or free its result.
     """
 
     run: Callable[[], object]

@@ -99,7 +99,7 @@ def _forget(name: str, optimizer: Any) -> None:
 
 
 def _peaks_by_rank(case: Case) -> dict[str, float]:
-    """Measure what a consolidation takes at its peak on rank 0, which receives, and on the others."""
+    """Measure the peak memory of a consolidation on rank 0, which receives, and on the others."""
     peaks = []
     for _ in range(PEAKS):
         case.before()
@@ -188,7 +188,7 @@ def memory(set_name: str, rounds: int) -> SuiteResult:
 
 
 def _memory_of(make: Make, model: Set, rounds: int) -> dict[str, float]:
-    """Measure one contender while no other is there: malloc could serve one from what another has freed."""
+    """Measure one contender's memory while no other exists: it could get memory that another has freed."""
     params = list(model.make().parameters())
     give_gradients(params)
     optimizer = make(params)
@@ -232,5 +232,5 @@ def _making(make: Make, model: nn.Module) -> Case:
 
 
 def _chosen(names: tuple[str, ...]) -> dict[str, Make]:
-    """Return the contenders of these names that are installed."""
+    """Return the installed contenders among these names."""
     return {name: make for name, make in contenders.sharded().items() if name in names}

@@ -1,4 +1,4 @@
-"""Measurements as text: tables that a terminal shows as they are and Markdown sets as tables."""
+"""Measurements as text: tables in Markdown, which a terminal can show as they are."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ QUICK = "; quick: to see that it runs, not to compare"
 
 
 def surroundings(machine: Machine, versions: Mapping[str, str | None], commit: Commit | None) -> list[str]:
-    """Describe what the numbers depend on."""
+    """List the machine, the versions and the commit, on which the numbers depend."""
     memory = "" if machine.memory_bytes is None else f", {machine.memory_bytes / 1e9:.0f} GB of memory"
     virtual = ", a virtual machine" if machine.virtual else ""
     name = "no checkout" if commit is None else f"`{commit.name[:12]}`"

@@ -44,14 +44,14 @@ from zero_ref.lab import meter, stage_3
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 FSDP_LAYERS = 100
-"""The layers of a chain that are gathered and reduced together: the tensors of a block of `gpt` are 12."""
+"""The number of layers in a chain that are gathered and reduced together; a block of `gpt` has 12 tensors."""
 
 APART = 1e-3
-"""The distance by which contenders may differ, in lengths of the way that REFERENCE came.
+"""The largest distance between a contender and REFERENCE, over REFERENCE's own distance from the start.
 
 Where more than two gradients are added in another order, an average near 0 may come out with the other sign,
 and AdamW's step depends on little but the sign. That happens to some 2**-24 of the elements, and a length is
-the root of a sum of squares: 2**-12, a quarter of what is allowed. One update lost among 20 is 0.05.
+the root of a sum of squares: 2**-12, a quarter of the limit. One update lost among 20 is 0.05.
 """
 
 
@@ -273,13 +273,13 @@ def _checked(
 
 @torch.no_grad()
 def how_far_apart(start: torch.Tensor, models: Mapping[str, nn.Module]) -> dict[str, float]:
-    """Measure each model's distance from REFERENCE, in lengths of the way from `start` to REFERENCE.
+    """Measure each model's distance from REFERENCE, over the distance from `start` to REFERENCE.
 
-    Infinitely far where ranks do not have the same parameters to the last bit.
+    The distance is infinite if ranks do not have the same parameters to the last bit.
 
     Args:
-        start: (numel,), all parameters end to end as they were.
-    Collective: all ranks of the default group. The same on all ranks.
+        start: (numel,), all parameters end to end, before the training.
+    Collective: all ranks of the default group, which get the same result.
     """
     end = _flat(models[REFERENCE])
     way = (end - start).norm().item()

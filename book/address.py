@@ -1,4 +1,4 @@
-"""The repository's public address: set once, in pyproject.toml, and told to everything that names it.
+"""The repository's public address: set once, in pyproject.toml, and written to all files that name it.
 
     python book/address.py            # write it to the notebooks, README.md and CITATION.cff
     python book/address.py --check    # fail if one of them says anything else; `make lint` does this
@@ -47,9 +47,9 @@ def read_address(root: Path = ROOT) -> str | None:
 
 
 def install_cell(address: str | None) -> str:
-    """The source of a notebook's first code cell: installs the package and its course if they are missing.
+    """The source of a notebook's first code cell, which installs the package and its course if necessary.
 
-    While there is no address, it says the one line that does. In a clone that line has the clone's folder.
+    While there is no address, the cell raises an error that names the command to install them from a clone.
 
     >>> print(install_cell("https://github.com/OWNER/NAME"))
     # On Colab and Kaggle this installs the package, unless it is installed already.

@@ -1,11 +1,11 @@
-"""Look over the built pages as a reader would stumble over them.
+"""Check the built pages for errors that a reader would meet.
 
     python book/check_pages.py _build/html
     python book/check_pages.py _build/zero_ref-book.html
 
-Fails on: a link or file of our own that is not there (a missing anchor too), a picture without a text that
-says what it shows, a page that is too heavy, and, when book/vendor/ was filled, anything a page would load
-from another host. A single file may be as heavy as it is, but may load nothing.
+Fails on: a link to a file or anchor of the book that does not exist, a picture without an alternative text, a
+page that is too heavy, and, if book/vendor/ was filled, anything that a page would load from another host. A
+single file may have any weight, but may load nothing.
 Standard library only.
 """
 
@@ -66,7 +66,7 @@ def is_local(url: str) -> bool:
 
 
 def weight_on_opening(path: Path, page: Page) -> int:
-    """Bytes of a page and of the files of our own that it names, each counted once; before any packing."""
+    """The bytes of a page and of the book's files that it names, each counted once, uncompressed."""
     names = {unquote(urlsplit(url).path) for url in page.loads if is_local(url)}
     files = {path.resolve()} | {(path.parent / name).resolve() for name in names if name}
     return sum(file.stat().st_size for file in files if file.is_file())

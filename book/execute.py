@@ -2,10 +2,10 @@
 
     python book/execute.py
 
-jupyter-book would run them one after another. It takes from its cache what is there, so they are run before
-it starts, into that cache. The cache knows a notebook by its cells and not by the package that they import,
+jupyter-book would run them one after another. It does not run notebooks that are in its cache, so this fills
+the cache before it starts. The cache knows a notebook by its cells and not by the package that they import,
 so `make book` empties it first. In `make test` nbval has run the notebooks before, and none has to run twice:
-tests/executed.py has kept what their cells put out.
+tests/executed.py has kept the outputs of their cells.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Pieces of a page that says what was measured, as Markdown and pictures, made from the files that hold it.
+"""Measured results for the book's pages, as Markdown and pictures, made from the files that hold them.
 
-Each function of VIEWS is called with a folder for its pictures and gives blocks of text, which
-book/_ext/measured.py puts into pages. The files are in benchmarks/results/; `python -m benchmarks
---json` writes them, and tests/optimizer_table.py writes that of the optimizers.
+Each function of VIEWS takes a folder for its pictures and yields blocks of text, which book/_ext/measured.py
+puts into pages. The files are in benchmarks/results/; `python -m benchmarks --json` writes them, and
+tests/optimizer_table.py writes the one of the optimizers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TRAINING = ("step", "sync", "iteration")
 
 @cache
 def report(name: str) -> Report:
-    """What is in benchmarks/results/NAME.json."""
+    """Read the report in benchmarks/results/NAME.json."""
     file = RESULTS / f"{name}.json"
     if not file.is_file():
         raise ValueError(f"{file} is not there: the page says which command writes it.")
@@ -70,19 +70,19 @@ def spread_of(value: Spread) -> str:
 
 
 def reports() -> list[Report]:
-    """Those that compare, the newest last."""
+    """The reports that compare contenders, the newest last."""
     names = [name for name in COMPARING if (RESULTS / f"{name}.json").is_file()]
     return sorted(map(report, names), key=lambda one: max(session.date for session in one.sessions))
 
 
 def results() -> list[SuiteResult]:
-    """One for each suite, set and number of ranks: the newest, where something was measured again."""
+    """The newest result for each suite, set and number of ranks."""
     measured = [result for one in reports() for result in one.results]
     return list({(one.suite, one.set, one.ranks): one for one in measured}.values())
 
 
 def compared() -> list[Comparison]:
-    """Ours beside every peer and limit."""
+    """The comparisons of our optimizer with every peer and limit."""
     return comparisons(results())
 
 
@@ -133,7 +133,7 @@ def _tables(suite: str, half: str = "") -> list[str]:
 
 
 def forms(folder: Path, ranks: str) -> Iterator[str]:
-    """Which form to choose, by which rule, and what a whole iteration takes with it, beside plain DDP."""
+    """The form to choose, by which rule, and the cost of a whole iteration with it, beside plain DDP's."""
     of_set = [one for one in results() if (one.suite, f"{one.ranks}") == ("iteration", ranks)]
     if not of_set:
         yield NOT_YET
@@ -147,7 +147,7 @@ def forms(folder: Path, ranks: str) -> Iterator[str]:
 
 
 def _costs(result: SuiteResult, name: str) -> tuple[str, str, str]:
-    """Time, in that of DDP with fused AdamW; state on the fullest rank, in all of it; what is sent."""
+    """The time over that of DDP with fused AdamW, the fullest rank's part of the state, the bytes sent."""
     if name not in result.taken:
         return "-", "-", "-"
     state, whole = (result.taken[each].figures["state_bytes"] for each in (name, REFERENCE))
@@ -175,7 +175,7 @@ def added(folder: Path, ranks: str) -> Iterator[str]:
 
 
 def tally(folder: Path) -> Iterator[str]:
-    """How many comparisons with peers were won, like with like."""
+    """The numbers of comparisons with peers that were won, like with like."""
     training = [row for row in _peers() if row.thing in TRAINING]
     best = [row for row in training if row.other.endswith((", best", ", fused"))]
     for what, rows in {
@@ -215,7 +215,7 @@ def lost(folder: Path) -> Iterator[str]:
 
 
 def _peers() -> list[Comparison]:
-    """Those that do the same job as ours."""
+    """The comparisons with peers that do the same job as our optimizer."""
     return [row for row in compared() if not row.is_limit and row.other != "fsdp2"]
 
 
@@ -238,13 +238,13 @@ def ratio(text: str) -> str:
 
 @cache
 def table_of_optimizers() -> dict[str, Any]:
-    """What tests/optimizer_table.py wrote: rows, and what it left out."""
+    """The rows that tests/optimizer_table.py wrote, and the classes that it left out."""
     content: dict[str, Any] = json.loads((RESULTS / "optimizers.json").read_text(encoding="utf-8"))
     return content
 
 
 def optimizers_tally(folder: Path) -> Iterator[str]:
-    """How many classes were equal, refused or different, and the versions."""
+    """The numbers of classes that were equal, refused or different, and the versions."""
     rows = table_of_optimizers()["rows"]
     for what, runs in {
         "10 updates of whole parameters": lambda row: [
@@ -264,7 +264,7 @@ def optimizers_tally(folder: Path) -> Iterator[str]:
 
 
 def optimizers(folder: Path, package: str) -> Iterator[str]:
-    """A package's classes and what became of each; the reasons; what was left out."""
+    """A package's classes with the result of each; the reasons; the classes that were left out."""
     reasons: dict[str, int] = {}
 
     def cell(row: dict[str, Any], verdicts: Iterable[str], equal: str = "equal") -> str:
@@ -317,7 +317,7 @@ def machine(folder: Path) -> Iterator[str]:
 
 
 def gpu(folder: Path) -> Iterator[str]:
-    """What `make gpu` has measured; that nobody has run it, if there is no such file."""
+    """The measurements of `make gpu`; or a sentence that nobody has run it, if there is no such file."""
     file = RESULTS / "gpu.json"
     if not file.is_file():
         yield (
@@ -332,7 +332,7 @@ def gpu(folder: Path) -> Iterator[str]:
 
 
 def picture(fig: plots.Picture, file: Path, alt: str) -> Iterator[str]:
-    """A figure saved, and the Markdown that shows it."""
+    """Save a figure, and yield the Markdown that shows it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     plots.save(fig, file)
     yield f"```{{figure}} {file}\n:alt: {alt}\n```"

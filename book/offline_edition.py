@@ -2,10 +2,10 @@
 
     python book/offline_edition.py _build/html _build/zero_ref-book.html
 
-It is put together from the pages that `make book` wrote, in the order of their table of contents: nothing
-is run again, and numbers, pictures and outputs are those of the pages. Pictures, style sheets and MathJax
-(from book/vendor/) go into the file; links between pages become links within it. The API reference is left
-out, so what would link to it is plain text. Explorers stand still and say so. Standard library only.
+The file is put together from the pages that `make book` wrote, in the order of their table of contents:
+nothing is run again, and numbers, pictures and outputs are those of the pages. Pictures, style sheets and
+MathJax (from book/vendor/) go into the file; links between pages become links within it. The API reference is
+left out, and links to it become plain text. Explorers stand still and say so. Standard library only.
 """
 
 import base64
@@ -74,7 +74,7 @@ def anchor_of(page: str, fragment: str = "") -> str:
 
 
 def data_uri(path: Path) -> str:
-    """A picture as an address that holds it.
+    """A picture as a `data:` address, which holds its bytes.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -147,7 +147,7 @@ class Article(HTMLParser):
             self.handle_data(f"</{tag}>")
 
     def rewritten(self, tag: str, name: str, value: str) -> str | None:
-        """An attribute's value in the one file; None if it is a link to a page that is not in it."""
+        """An attribute's value in the one file; None for a link to a page that is not in the file."""
         if name in NAMES_AN_ID or (tag, name) in (("input", "name"), ("a", "name")):
             return " ".join(anchor_of(self.page, word) for word in value.split())
         if name in ("href", "xlink:href"):
@@ -170,7 +170,7 @@ def styles(sheets: Mapping[str, str]) -> str:
     """Style sheets, by name, as one element.
 
     Raises:
-        ValueError: one of them would load a file.
+        ValueError: one of the style sheets would load a file.
     """
     for name, sheet in sheets.items():
         loads = re.search(r"@import|url\((?![\"']?(?:data:|#))[^)]*\)", sheet)

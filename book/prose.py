@@ -1,9 +1,9 @@
 """Numbers in prose, for book/unasserted.py: which there are, and which of them make a claim.
 
-What counts: numbers of ten and more, numbers with decimals, and any number before `%`, "times", Ψ, or a
-unit of bytes, time or messages; in digits or in words. What does not: small numbers that set the scene
-("on two ranks"), labels ("chapter 18", "rank 3"), widths of types ("16 bits"), names and versions, code,
-and powers such as $10^9$ that define a unit. Nor do words for shares: "half", "a third", "twice".
+Claims are numbers of ten and more, numbers with decimals, and any number before `%`, "times", Ψ, or a unit of
+bytes, time or messages; in digits or in words. These are no claims: small numbers that set the scene ("on two
+ranks"), labels ("chapter 18", "rank 3"), widths of types ("16 bits"), names and versions, code, powers such
+as $10^9$ that define a unit, and words for shares: "half", "a third", "twice".
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def sentences(block: str) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """A sentence without what is no number of its own: citations, links' addresses, code, names, labels."""
+    """A sentence without the parts whose digits are no numbers: citations, addresses, code, names, labels."""
     text = re.sub(r"\{cite:?\w*\}`[^`]*`", "", text)
     text = re.sub(r"\{\w+\}`([^`<]*?)\s*(?:<[^`]*>)?`", r"\1", text)
     # Links to works, by authors and year; a row's number; links to chapters, figures and equations.
@@ -166,7 +166,7 @@ UNTRUE = "987654321"  # stands for a formula whose sides are not equal; no liter
 
 
 def still_open(latex: str) -> str:
-    """Return what of a formula needs an assert: nothing of a true equation, else numbers and some Ψ."""
+    """Return the part of a formula that needs an assert: nothing of a true equation, else numbers and Ψ."""
     for pattern, python in PYTHON_OF_LATEX.items():
         latex = re.sub(pattern, python, latex)
     sides = [side.strip() for side in re.split("[=~]", latex)]

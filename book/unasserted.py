@@ -1,14 +1,13 @@
-"""Numbers in the prose that nothing asserts. Such a number goes wrong unseen when the code behind it
-changes.
+"""Find numbers in the prose that nothing asserts: they would go wrong unseen when the code changes.
 
     python book/unasserted.py [FILE ...]
 
 Prints `file:cell: number, in its sentence` for each, and fails if there is one. Without names it reads
 the notebooks, the pages in `book/` and the README: text, captions, alternative texts.
 
-What counts as a number is said in book/prose.py: not "two ranks", not "chapter 18", but "4.2 GB" and "64".
+book/prose.py defines the numbers that count: not "two ranks", not "chapter 18", but "4.2 GB" and "64".
 
-What is enough:
+A number is asserted if one of these holds:
 
 - In a notebook the number flows into an `assert` of a code cell: it stands in the assert, or in what the
   assert's names were made from. One with a unit or a ratio has to stand in the assert itself, in plain
@@ -89,7 +88,7 @@ def bound(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def given(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """The same, with the names of arguments and the keys of dicts."""
+    """Each name of `bound`, each argument's name and each key of a dict, with the code of its value."""
     yield from bound(tree)
     for node in ast.walk(tree):
         match node:
@@ -120,13 +119,13 @@ class Asserted(NamedTuple):
     given: dict[str, set[float]]
 
     def holds(self, number: Number) -> bool:
-        """Whether one of them is the number."""
+        """Whether one of the literals is the number."""
         named = (self.given.get(part, set()) for part in NAMED.get(number.unit, ()))
         found = chain(self.compared if number.unit in MEASURED else self.flowing, *named)
         return any(number.is_(literal) for literal in found)
 
     def and_also(self, more: Iterable[float]) -> Asserted:
-        """The same with literals that count as compared."""
+        """Return these literals, with more that count as compared."""
         found = {*more}
         return Asserted(self.compared | found, self.flowing | found, self.given)
 
@@ -199,7 +198,7 @@ def judge(place: str, markdown: str, here: Asserted) -> Reading:
 
 
 def of_notebook(path: Path) -> Iterator[Reading]:
-    """A notebook's texts, captions and alternative texts, against its cells."""
+    """Judge a notebook's texts, captions and alternative texts against the notebook's cells."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     sources = {cell["id"]: "".join(cell["source"]) for cell in cells}
     not_run = {"exercise", "check", "solution"}
@@ -226,7 +225,7 @@ def of_notebook(path: Path) -> Iterator[Reading]:
 
 
 def of_page(path: Path) -> Reading:
-    """A page without cells, against its own tests."""
+    """Judge a page without cells against the page's own tests."""
     page = path.stem.lower()
     own, shared = (ROOT / "tests" / f"test_{name}.py" for name in (page, "pages_numbers"))
     tree = ast.parse((own if own.exists() else shared).read_text(encoding="utf-8"))
@@ -240,7 +239,7 @@ def of_page(path: Path) -> Reading:
 
 
 def main(names: list[str]) -> int:
-    """Read the files, say what is left."""
+    """Read the files and print the numbers that nothing asserts."""
     paths = [Path(name) for name in names]
     if not paths:
         paths = [

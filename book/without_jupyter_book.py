@@ -1,10 +1,11 @@
-"""Build the book by Sphinx alone, from the same settings: for the day on which jupyter-book 1 is no more.
+"""Build the book by Sphinx alone, from the same settings: for the day on which jupyter-book 1 cannot be used.
 
     python book/execute.py                  # or take --no-outputs below
     python book/without_jupyter_book.py _build/newest/html
 
-jupyter-book 1 holds Sphinx below 8 and MyST's parser below 4. What it adds to _config.yml is in `ADDED`. A
-workflow builds the book so with the newest versions of everything; CONTRIBUTING.md lists what differs then.
+jupyter-book 1 holds Sphinx below 8 and MyST's parser below 4. `ADDED` has the settings that it adds to
+_config.yml. A workflow builds the book with the newest versions of everything; CONTRIBUTING.md lists the
+differences.
 Warnings are counted and not an error; the exit code is 1 if a page could not be written.
 """
 
@@ -27,7 +28,7 @@ ADDED: dict[str, Any] = {
     "myst_url_schemes": ["mailto", "http", "https"],
     "numfig": True,
 }
-"""Settings that jupyter-book has of its own, where they differ from Sphinx's."""
+"""The settings of jupyter-book that differ from Sphinx's."""
 
 
 def settings(root: Path = ROOT) -> tuple[list[str], dict[str, Any]]:

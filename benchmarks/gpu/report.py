@@ -103,7 +103,7 @@ class SectionResult:
     Args:
         status: MEASURED, FAILED or SKIPPED.
         why: an error, or the reason for which it was skipped; None if it was measured.
-        found: what the section's function gave; empty unless it was measured.
+        found: the result of the section's function; empty unless it was measured.
     """
 
     name: str
@@ -137,7 +137,7 @@ class GpuReport:
 
     @classmethod
     def from_json(cls, value: Any) -> GpuReport:
-        """Return the report of which `as_json` made plain values. Sections' findings are taken as they are.
+        """Return the report of the plain values that `as_json` has made. The sections' results stay plain.
 
         Raises:
             ValueError: it is something else.

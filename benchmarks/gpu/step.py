@@ -31,7 +31,7 @@ MASTERS_BYTES = 2 + 4 + ADAMW_BYTES + 4 + 2
 on the masters, and these are read and written back as 16 bits. Three kernels, one after the other."""
 
 LEAST_MASTERS_BYTES = ADAMW_BYTES + 2
-"""The bytes that one kernel would move, given 32-bit gradients: those of AdamW, and the 16-bit result."""
+"""The bytes that a single kernel would move, given 32-bit gradients: AdamW's, and the 16-bit result."""
 
 COPIED_BYTES = 2**30
 COPY = "copy"

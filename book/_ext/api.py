@@ -5,8 +5,8 @@ Ours are Markdown in small: `x` is code, and sections begin with a word and a co
 Here they become what autodoc takes, reStructuredText, with a link wherever code names something of the
 reference, and with a link to the chapter that teaches it.
 
-`CHAPTER_OF` is the one table of what is taught where. tests/test_api_pages.py says that it, the pages and
-the package agree.
+`CHAPTER_OF` is the table of the chapters that teach each name. tests/test_api_pages.py checks that the table,
+the pages and the package agree.
 """
 
 from __future__ import annotations
@@ -194,11 +194,11 @@ CHAPTER_OF = {
     "zero_ref_course.rungs": None,
     "zero_ref_course.sharded_class": None,
 }
-"""The chapter of a name, or of the rest of a module; 0 is the tour, None what all chapters use."""
+"""The chapter of a name, or of a module's other names; 0 is the tour, None stands for all chapters."""
 
 Index = Mapping[str, str]
 VALUES = (types.UnionType,)
-"""Entries that are neither function nor class: what stands below them in the source explains them."""
+"""Types of entries that are neither function nor class: the text below them in the source explains them."""
 
 # ------------------------------------------------------------------------------------- what there is
 
@@ -240,7 +240,7 @@ def chapter_file(number: int) -> str:
 
 
 def index_of(names: Iterable[str]) -> dict[str, str]:
-    """From what docstrings write to full names, where only one thing can be meant.
+    """The full name for each name that docstrings may write, if only one thing can be meant.
 
     `zero_ref.even` may be written so, by the end of its path (`partition.even`), or by its last word. A last
     word that is also plain English (`trace`, `fit`) counts in its own module only, so it is not here.
@@ -310,7 +310,7 @@ def to_rest(lines: list[str], link: Link = lambda code: None) -> list[str]:
 
     Args:
         lines: with the indentation of a docstring taken off, as `inspect.cleandoc` does.
-        link: what a piece of code refers to, if it is in the reference.
+        link: returns the full name that a piece of code refers to, if that is in the reference.
     """
     starts = [i for i, line in enumerate(lines) if HEADING.match(line)] + [len(lines)]
     rest = list(text_to_rest(lines[: starts[0]], link))
@@ -443,7 +443,7 @@ def rewrite(app: Sphinx, what: str, name: str, thing: object, options: object, l
 
 
 def skip(app: Sphinx, what: str, name: str, thing: object, skipped: bool, options: object) -> bool | None:
-    """On autodoc-skip-member: a NamedTuple's Args tell of its fields, and what others wrote is theirs."""
+    """On autodoc-skip-member: skip a NamedTuple's fields, which its Args describe, and others' functions."""
     is_field = (getattr(thing, "__doc__", "") or "").startswith("Alias for field number")
     is_theirs = inspect.isfunction(thing) and not thing.__module__.startswith("zero_ref")
     return True if is_field or is_theirs else None
@@ -454,8 +454,8 @@ def mend_way_back(
 ) -> None:
     """On html-page-context: link each piece of source to its entry, and make one list of all modules.
 
-    viewcode takes it that all of a module is documented under one name, be it `zero_ref` or the module's own.
-    It puts the list of a package's modules between two items of the list of all, which HTML does not allow.
+    viewcode expects that all of a module is documented under one name, `zero_ref` or the module's own. It
+    puts the list of a package's modules between two items of the list of all, which HTML does not allow.
     """
     if not pagename.startswith("_modules/") or "body" not in context:
         return

@@ -1,4 +1,4 @@
-"""Sphinx extension: explorers in pages, and what they need to move.
+"""Sphinx extension: explorers in pages, with the files that let them move.
 
 The directive `{explorer} memory` puts in the piece of page that `zero_ref.live.page` makes; a notebook's
 `explore("memory")` gives the same when the book is built. If book/vendor/ has Pyodide, pages also get the
@@ -46,7 +46,7 @@ class ExplorerDirective(SphinxDirective):
 
 
 def add_script(app: Sphinx) -> None:
-    """The slider's always; the one that starts Python if there is something for it to start."""
+    """Add the slider's script to all pages; add the script that starts Python if book/vendor/ has Pyodide."""
     app.add_js_file("live/frames.js", loading_method="defer", priority=900)
     if PYODIDE.is_file():
         app.add_js_file("live/python.js", loading_method="defer", priority=400)
@@ -69,7 +69,7 @@ def write_modules(app: Sphinx, exception: Exception | None) -> None:
 
 
 def write_frames(app: Sphinx, exception: Exception | None) -> None:
-    """The pictures along one control of an explorer: a script that a page fetches when its slider moves."""
+    """Write the pictures along one control of an explorer to a script that a page fetches for its slider."""
     if exception or app.builder.format != "html":
         return
     folder = Path(app.outdir, "_static", "live", "frames")

@@ -1,8 +1,8 @@
-"""Sphinx extension: the bar of a folded cell says what is behind it.
+"""Sphinx extension: the bar of a folded cell describes the code in the cell.
 
 MyST-NB would write "Show code cell source" on every bar, and a reader could not tell the imports from the
-code of a picture. A cell says by itself what it is: by its id, by the caption or the alternative text of its
-picture, or else by a tag with the name of the kind. `BARS` has the kinds.
+code of a picture. The kind of a cell is found from its id, from the caption or the alternative text of its
+picture, or else from a tag with the name of the kind. `BARS` has the kinds.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ BARS = {
     "result": "How this result is computed",
     "solution": "A solution",
 }
-"""For each kind of folded cell the words on its bar."""
+"""The words on the bar of each kind of folded cell."""
 
 
 def kind_of(cell: dict[str, Any]) -> str | None:
-    """Which of BARS a cell is; None if nothing says so.
+    """The kind of a cell, a key of BARS; None if nothing tells it.
 
     >>> kind_of({"id": "setup", "metadata": {}})
     'imports'

@@ -1,9 +1,9 @@
-"""Sphinx extension: what was measured, in pages that hold no number of their own.
+"""Sphinx extension: measured results, in pages that hold no measured number of their own.
 
-A page that says how fast something is then cannot disagree with what was measured. The directive
-`{measured} against_peers step` puts in what the view of that name makes, with its argument; the role
-{ratio}`step gpt 2 torch, best` a single number. book/findings.py makes both; benchmarks/judged.py
-makes the tables of the page of validation, from what is simulated.
+So a page cannot disagree with the measurements. The directive `{measured} against_peers step` puts in the
+result of the view with that name, called with the argument; the role {ratio}`step gpt 2 torch, best` puts in
+a single number. book/findings.py makes both; benchmarks/judged.py makes the tables of the page of validation,
+from simulated runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VIEWS = MEASURED | VALIDATED
 
 
 class MeasuredDirective(SphinxDirective):
-    """```{measured} view argument```: what the view makes."""
+    """```{measured} view argument```: the result of the view."""
 
     required_arguments = 1
     optional_arguments = 1

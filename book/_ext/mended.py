@@ -1,6 +1,6 @@
-"""Sphinx extension: mends in the written pages what the theme, MyST-NB and docutils do not let one set.
+"""Sphinx extension: mends in the written pages for which the theme, MyST-NB and docutils have no setting.
 
-Where a new version of these writes otherwise, tests/browser and the weights in book/check_pages.py notice.
+If a new version of these writes other pages, tests/browser and the weights in book/check_pages.py notice.
 """
 
 import re
@@ -30,7 +30,7 @@ MENDED = {
 
 
 def mend(app: Sphinx, exception: Exception | None) -> None:
-    """Replace the pieces in every page; runs when all are written."""
+    """Replace the pieces in every page, when all pages are written."""
     if exception is not None or app.builder.format != "html":
         return
     for page in Path(app.outdir).rglob("*.html"):

@@ -1,7 +1,7 @@
-"""Sphinx extension: what a stair changes in the one before, and the stub of a stair.
+"""Sphinx extension: the differences between a stair and the one before, and the stub of a stair.
 
 `{stair} buckets` shows the difference between `zero_ref/stairs/buckets.py` and the stair before it, as the
-chapters do. `{stub} buckets` shows what a reader begins with.
+chapters do. `{stub} buckets` shows the file that a reader begins with.
 """
 
 from __future__ import annotations

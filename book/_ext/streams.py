@@ -1,4 +1,4 @@
-"""Sphinx extension: what a cell prints appears as one text, with line breaks only where it printed them.
+"""Sphinx extension: a cell's prints appear as one text, with line breaks only where the cell printed them.
 
 A kernel sends prints in pieces that may end in the middle of a line. MyST-NB shows each piece as a block of
 its own, or with nb_merge_streams puts a line break after each. nbclient can join them as they came, but
@@ -19,7 +19,7 @@ class JoiningClient(nbclient.client.NotebookClient):
 
 
 def join() -> None:
-    """Let all notebooks that this process and its forks execute from now on have their streams joined."""
+    """Join the streams of all notebooks that this process and its forks execute from now on."""
     nbclient.client.NotebookClient = JoiningClient  # type: ignore[misc]
 
 

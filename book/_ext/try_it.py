@@ -1,10 +1,9 @@
 """Sphinx extension: cells that a reader edits and runs in the page. They have the tag `try-it`.
 
-A cell needs names from above it: imports, and what other cells have computed. They are found here, so that a
-notebook says nothing twice: from the cell upwards, each statement is taken that gives a missing name. Of
-an import only the names that are needed are taken. A cell above that can be edited itself is taken whole, as
-its reader left it. book/static/live/cells.js runs all that with `zero_ref.live.cell`, and so does
-tests/test_try_it.py.
+A cell needs names from the cells above it: imports and results. This module finds them, so that a notebook
+need not repeat code: from the cell upwards, it takes each statement that gives a missing name, and from an
+import only the names that are needed. A cell above that can be edited itself is taken whole, as the reader
+left it. book/static/live/cells.js runs all that with `zero_ref.live.cell`, and so does tests/test_try_it.py.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ LEFT_OUT = {"install", "exercise", "check", "solution"}
 class Trial(TypedDict):
     """A cell to try, as its page needs it.
 
-    `cell` is its id; `before` holds what runs first, each a piece of code or, as `{"cell": id}`, such a cell.
+    `cell` is the cell's id; `before` lists the code that runs first: pieces of it or other cells to try, the
+    latter as `{"cell": id}`.
     """
 
     cell: str
@@ -69,7 +69,7 @@ def names_of(source: str) -> tuple[set[str], set[str]]:
 
 
 def only(statement: ast.stmt, source: str, wanted: set[str]) -> str:
-    """A statement as its cell has it; an import of no more than what is wanted.
+    """The source of a statement; of an import, only the names that are wanted.
 
     >>> source = "from math import e, pi"
     >>> only(ast.parse(source).body[0], source, {"pi"})
@@ -85,7 +85,7 @@ def only(statement: ast.stmt, source: str, wanted: set[str]) -> str:
 
 
 def without_answer(source: str) -> str:
-    """A cell's code without the line that tells a prediction's box the answer: the page has told it.
+    """A cell's code without the call of `reveal`: the page has shown the answer already.
 
     >>> without_answer("print(7)\\nreveal('ledger.stage_1', 7)")
     'print(7)'
@@ -137,7 +137,7 @@ def trial(cells: Sequence[dict[str, Any]], index: int) -> Trial:
 
 
 class AddTrials(SphinxTransform):
-    """Puts into each cell to try what the page's script needs, if there is a Python for it to fetch."""
+    """Adds to each cell to try the data for the page's script, if there is a Python for it to fetch."""
 
     default_priority = 400
 

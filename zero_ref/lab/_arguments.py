@@ -93,7 +93,7 @@ def short(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""What comes from a file or its name, with escapes for what a terminal would obey or cannot show.
+    r"""Return text of unknown origin with escapes for characters that a terminal obeys or cannot show.
 
     >>> printable("a title\x1b[2J\n") == r"a title\x1b[2J\n"
     True
@@ -127,7 +127,7 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable[OptionField])
 
 
 def _type_of(one: OptionField) -> Callable[[str], Any]:
-    """Make a word a value of the option, or refuse it."""
+    """Return the function that converts a word to a value of the option, or refuses it."""
     option = one.option
     if option.choices:
         return one.asked
@@ -142,10 +142,10 @@ def _type_of(one: OptionField) -> Callable[[str], Any]:
 
 
 class Output(str):
-    """A place to write to. `check` finds out beforehand whether it can be, and leaves no trace.
+    """A file or folder to write to. `check` tries beforehand whether that is possible, and leaves no trace.
 
     Raises:
-        argparse.ArgumentTypeError: (in the constructor) it is empty or can be no name of a file.
+        argparse.ArgumentTypeError: (in the constructor) the text is empty or cannot be the name of a file.
     """
 
     __slots__ = ()
@@ -223,7 +223,7 @@ def _new_file(path: str) -> Iterator[bool]:
 
 
 def unwritable(arguments: argparse.Namespace) -> str | None:
-    """Say what is wrong with the first of the arguments that cannot be written to; None if all can."""
+    """Describe the error of the first argument that cannot be written to; None if all can."""
     for name, value in vars(arguments).items():
         if isinstance(value, Output):
             try:

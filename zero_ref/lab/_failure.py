@@ -1,4 +1,4 @@
-"""The message of a call on several ranks that went wrong: the cause first, then a line on each other rank.
+"""The message of a failed call on several ranks: the cause first, then a line on each other rank.
 
 A rank that raised sends a `Failure`; the pool makes one for a rank that ended; `failed` and `timed_out` make
 the `RankError` that the caller sees.

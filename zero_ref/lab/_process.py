@@ -62,7 +62,7 @@ class RankProcess:
         return self.end()
 
     def end(self) -> Failure:
-        """Say how the process ended. It counts as first: other ranks' errors may be noticed before."""
+        """Return how the process ended, as the first failure, though other errors may be noticed before."""
         self.process.join(patience())
         return dataclasses.replace(Failure.of_exit(self.process.exitcode), seconds=-math.inf)
 
@@ -91,7 +91,7 @@ class RankProcess:
 
 
 def start_method() -> str:
-    """Choose how processes start: "forkserver" on Linux, else "spawn"; `zero_ref.lab.ranks` says why."""
+    """Return the start method of processes: "forkserver" on Linux, else "spawn"; `ranks` says why."""
     # The server is called by a socket file below the temporary folder, and its path may have 107 characters.
     return "forkserver" if sys.platform == "linux" and len(tempfile.gettempdir()) <= 70 else "spawn"
 

@@ -70,7 +70,7 @@ class Seat(NamedTuple):
 
 
 class Surroundings(NamedTuple):
-    """What a function may expect to find as it is where it was written; sent with each call.
+    """The environment, paths and cells of the process that calls a function, sent to ranks with each call.
 
     The server process that forks the workers keeps the environment of its own start, so nothing is inherited.
     """
@@ -82,16 +82,16 @@ class Surroundings(NamedTuple):
 
     @classmethod
     def of_this_process(cls) -> Surroundings:
-        """Take them down, in the process that makes the call."""
+        """Record the surroundings of the process that makes the call."""
         # A notebook cell is no file: its lines are in linecache alone, and tracebacks are to show them.
         entries = [(name, entry[2]) for name, entry in list(linecache.cache.items()) if len(entry) == 4]
         cell_lines = {name: lines for name, lines in entries if not os.path.exists(name)}
         return cls(dict(os.environ), list(sys.path), os.getcwd(), cell_lines)
 
     def adopt(self, seat: Seat) -> None:
-        """Make them this process's own, with the variables that torchrun would have set.
+        """Make the surroundings this process's own, with the variables that torchrun would have set.
 
-        Those that say where ranks find each other are missing: no port is open for that.
+        The variables for the address and port of the rendezvous are missing: no port is open for it.
         """
         os.environ.clear()
         os.environ.update(self.environ)
@@ -272,7 +272,7 @@ def _parent_lives(seconds: float | None = None) -> bool:
 
 
 def _remove_folder(seat: Seat) -> None:
-    """What the parent would have done. One rank does, under a name where no other can put new files."""
+    """Remove the pool's folder in the parent's place, renamed before, so that no rank adds files to it."""
     with contextlib.suppress(OSError):
         os.rename(seat.folder, f"{seat.folder}.gone")
     shutil.rmtree(f"{seat.folder}.gone", ignore_errors=True)

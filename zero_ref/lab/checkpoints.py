@@ -34,7 +34,7 @@ STEPS = "steps.jsonl"
 
 
 class NothingLeftError(Exception):
-    """What was asked for has been trained; there is no error to correct."""
+    """All steps that were asked for have been trained; there is no error to correct."""
 
 
 class Losses:
@@ -63,10 +63,10 @@ class Losses:
 
 
 class Checkpoints:
-    """The checkpoints of a run that keeps none: it begins at step 0, and saves nothing."""
+    """The checkpoints of a run that begins at step 0 and saves nothing; the base of the other classes."""
 
     def load(self) -> tuple[int, Losses]:
-        """Fill model and optimizer; the number of steps done, and their losses where these were saved.
+        """Load model and optimizer; return the number of steps done, and their losses if these were saved.
 
         Collective: all ranks. What one rank cannot read is an error on all.
         """
@@ -244,7 +244,7 @@ class ShardedSaves(Checkpoints):
 
 
 def _identity(config: TrainConfig) -> dict[str, Any]:
-    """Return what must be the same in whatever goes on from a save."""
+    """Return the settings that must stay the same when a run goes on from a save."""
     return {"model": asdict(config.model), "master_dtype": config.master_dtype, "seed": config.seed}
 
 
@@ -298,7 +298,7 @@ class Stretch(NamedTuple):
 
 
 def stretches_in(lines: Iterable[str]) -> list[Stretch]:
-    """What the lines of `steps.jsonl` tell, in the order in which it happened. A cut line is left out.
+    """The stretches in the lines of `steps.jsonl`, in the order of the training. A cut line is left out.
 
     >>> stretches_in(['{"step": 1, "ranks": 4}', '{"step": 2, "ranks": 4}', '{"step": 2, "ranks": 3}', '{"'])
     [Stretch(ranks=4, done=0, until=2), Stretch(ranks=3, done=1, until=2)]
@@ -318,7 +318,7 @@ def stretches_in(lines: Iterable[str]) -> list[Stretch]:
 
 
 def stretches(directory: str | Path) -> list[Stretch]:
-    """What was trained in a directory, repeated steps included; empty if nothing was."""
+    """The stretches that were trained in a directory, repeated steps included; empty if there are none."""
     try:
         with open(Path(directory, STEPS), encoding="utf-8", errors="replace") as file:
             return stretches_in(file)
@@ -340,7 +340,7 @@ def counted(ran: Sequence[Stretch]) -> list[Stretch]:
 
 
 def repeated_steps(ran: Sequence[Stretch]) -> int:
-    """How many steps were trained again.
+    """The number of steps that were trained again.
 
     >>> repeated_steps([Stretch(4, 0, 37), Stretch(3, 30, 50)])
     7

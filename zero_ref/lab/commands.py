@@ -213,7 +213,7 @@ def _mesh(scenario: Scenario) -> list[str]:
 
 
 def _machines(scenario: Scenario) -> list[str]:
-    """Return torchrun's words; on several machines HOST stands for the first one's address."""
+    """Return torchrun's options; on several machines HOST stands for the first one's address."""
     ranks, of_node = scenario.world_size, scenario.cluster.ranks_per_node
     if ranks <= of_node:
         return [f"--nproc-per-node={ranks}"]

@@ -97,7 +97,7 @@ def _train_on_ranks(
 
 
 class ProgressFile:
-    """Leave a line in a file after each step: rank 0, which calls this, is in another process."""
+    """Writes a line to a file after each step, on rank 0; the process that shows the progress reads it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -159,7 +159,7 @@ def _following(name: str, steps: int, console: Console, log: RunLog, bar: bool) 
 
 
 def table(outcomes: Sequence[Outcome], times: bool = True) -> Table:
-    """Print what each strategy took, on the rank that took most; "predicted | measured" where these differ.
+    """A table of each strategy's bytes and calls on the fullest rank; "predicted | measured" if these differ.
 
     Args:
         times: with the milliseconds of a step. A few steps on a busy machine say little about them.

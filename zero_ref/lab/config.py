@@ -1,4 +1,4 @@
-"""A training as plain values: a command line gives them, a checkpoint keeps them. No torch."""
+"""The settings of a training as plain values, which a command line gives and a checkpoint keeps. No torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VOCABULARY = 256
 """One token for each byte."""
 
 LONGEST_CONTEXT = 32_768
-"""Of a GPT. It reads Python's language reference, of which a tenth, some 50,000 bytes, is held out."""
+"""The longest context of a GPT, because the held-out tenth of the text has only some 50,000 bytes."""
 
 COMPARED = ("ddp", "zero", "zero-bucket", "zero-even")
 """Strategies that do the same arithmetic in the same order, and differ in who does it and what is sent."""
@@ -46,7 +46,7 @@ OF_OWN = "zero"
 """The strategy whose prediction says what the reader's own optimizer holds as state: whole parameters."""
 
 DTYPES = ("float32", "bfloat16")
-"""Of parameters. float16 is not among them: its small gradients become 0 unless the loss is scaled."""
+"""Dtypes of parameters. float16 is not among them: small gradients become 0 unless the loss is scaled."""
 
 _SIZE = Option(least=1, most=2**20, why="this is for small models")
 
@@ -98,7 +98,7 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What to train and how.
+    """The settings of a training run.
 
     Args:
         strategy: one of `simulator.recipe.RECIPES`, or the name of the file `own`.
@@ -330,7 +330,7 @@ def shard_saves(how: Recipe) -> None:
 
 
 def least_bytes(config: TrainConfig, ranks: int) -> int:
-    """Return what a run needs at least on all ranks of a machine; rather some times as much.
+    """Return the least bytes that a run needs on all ranks of a machine; it may need some times as many.
 
     Parameters on every rank, which each makes before they are sharded, and gradients where the strategy
     leaves them whole; AdamW's state at least once; of the activations eight tensors for each block and the

@@ -1,4 +1,4 @@
-"""The distance between ranks, and which of them agree: functions of the parameters that a run gave back.
+"""The distances between ranks, and which of them agree: functions of the parameters that a run returned.
 
 Nothing here uses the network, so a run that is looked at makes the calls of one that is not.
 """
@@ -13,8 +13,8 @@ import torch
 def distances(params_of_ranks: Sequence[torch.Tensor]) -> list[float]:
     """Return for each rank the 2-norm of its parameters' difference from the mean of all ranks.
 
-    It has the parameters' own unit. The mean is taken in float64, where sums of few equal float32 numbers are
-    exact: all distances are 0 if and only if all ranks hold the same values.
+    The mean is taken in float64, where sums of few equal float32 numbers are exact: all distances are 0 if
+    and only if all ranks hold the same values.
 
     >>> distances([torch.tensor([1.0, 3.0]), torch.tensor([1.0, 5.0])])
     [1.0, 1.0]
@@ -47,7 +47,7 @@ def who_agrees(params_of_ranks: Sequence[torch.Tensor]) -> list[int]:
 
 
 def in_groups(agreeing: int, world_size: int) -> list[int]:
-    """Return what `who_agrees` gives where groups of so many consecutive ranks agree, as a schedule foresees.
+    """Return the result of `who_agrees` if groups of `agreeing` consecutive ranks agree, as a schedule plans.
 
     >>> in_groups(2, world_size=4)
     [0, 0, 2, 2]

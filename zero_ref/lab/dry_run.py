@@ -1,4 +1,4 @@
-"""`--dry-run`: the simulator's account of a training run, before anything is started."""
+"""`--dry-run`: the simulator's prediction of a training run, before anything is started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TrainScenario(Scenario):
 
 
 def scenario_of(config: TrainConfig, world_size: int, cluster: Cluster) -> TrainScenario:
-    """The content of what `print_runs` prints.
+    """Return the scenario of a training run, which `print_runs` prints.
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> run = scenario_of(TrainConfig("zero-even"), 4, cluster("loopback")).run("zero-even")
@@ -69,7 +69,7 @@ def print_prediction(
 
 
 def _limits(cluster: Cluster) -> Iterator[str]:
-    """Say what the numbers are worth."""
+    """Yield the limits of the predicted numbers, a sentence each."""
     yield "the run prints calls, payload and bytes of state beside what is predicted of them"
     yield "activations: estimated by a formula for 16 bits and dropout; the run does not measure them"
     if cluster.name == "loopback":

@@ -1,6 +1,6 @@
-"""Meters of what really happened: calls made, bytes on the wire, bytes held, seconds.
+"""Measurements of a training: calls made, bytes on the wire, bytes held, seconds.
 
-Each function measures one thing at its source, so that a prediction can be held against it: `recording`
+Each function measures one thing at its source, so that it can be compared with a prediction: `recording`
 sees the calls as the optimizer and DDP make them, `recording_distributed` those of anyone, `sent_bytes` and
 `wire_bytes` read the kernel's counters, `held_bytes` counts tensors.
 """

@@ -1,4 +1,4 @@
-"""The costs of a run: `predict` gives them beforehand, and `Outcome` sets them beside what was measured."""
+"""The costs of a run: `predict` gives them beforehand, and `Outcome` compares them with measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 
 
 def predict(config: TrainConfig, world_size: int, *, side_stream: bool = False) -> Schedule:
-    """A prediction of what an iteration will send and what each rank will hold, before anything is started.
+    """Predict the bytes that an iteration sends and that each rank holds, before anything is started.
 
     Only the order in which gradients become ready is tried out, by one backward pass in this process: it
     decides which of them share one of DDP's buckets. `side_stream` is that of `schedule`.
@@ -67,19 +67,19 @@ class Measured(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A quantity as predicted and as measured; None where nothing is predicted."""
+    """A quantity as predicted and as measured; `predicted` is None if there is no prediction."""
 
     predicted: int | None
     measured: int
 
     @property
     def agrees(self) -> bool:
-        """The two are equal, or nothing was predicted."""
+        """Whether both are equal, or there is no prediction."""
         return self.predicted in (None, self.measured)
 
     @property
     def both(self) -> tuple[int, int]:
-        """Where something is predicted."""
+        """The prediction and the measurement, of a quantity that has a prediction."""
         assert self.predicted is not None
         return self.predicted, self.measured
 
@@ -90,8 +90,8 @@ class Outcome:
 
     Args:
         collectives, payload_bytes: of the last step; under local SGD of the steps of its last cycle.
-        calls_equal: these calls are, on every rank, those predicted: same operations, order and bytes. True
-            also of the reader's own optimizer, of whose calls nothing is predicted.
+        calls_equal: on every rank these calls have the predicted operations, order and bytes. True also for
+            the reader's own optimizer, whose calls are not predicted.
         step_ms: median over steps of the slowest rank's time; the first steps, which build DDP's buckets,
             are left out.
         dtype, master_dtype: of the parameters, and of the masters if there are any.
@@ -131,7 +131,7 @@ class Outcome:
     )
 
     def pairs(self) -> dict[str, Pair]:
-        """Return what was both predicted and measured, by name."""
+        """Return the quantities that were both predicted and measured, by name."""
         return {name: getattr(self, name) for name in self.QUANTITIES}
 
     @property
@@ -232,7 +232,7 @@ def _tolerance(result: Outcome) -> float:
 
 
 def problems(outcomes: Sequence[Outcome]) -> list[str]:
-    """List what is not as it must be, in words; empty if predictions hold and losses agree."""
+    """Describe each wrong prediction and each loss that differs; empty if all is right."""
     found = []
     for result in outcomes:
         if not all(map(math.isfinite, (*result.losses, result.final_loss))):
@@ -278,7 +278,7 @@ def as_json(outcomes: Sequence[Outcome], config: TrainConfig, placement: Placeme
 
 
 def environment(world_size: int, placement: Placement) -> dict[str, str]:
-    """The surroundings on which numbers such as step times depend."""
+    """Return the ranks, the machine and the versions, on which numbers such as step times depend."""
     device = f"{os.cpu_count()} CPU cores" if placement.on_cpu else placement.names()
     return {
         "ranks": f"{world_size}, {placement.backend}",

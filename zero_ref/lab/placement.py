@@ -10,7 +10,7 @@ Ranks share accelerators only of a kind whose tensors Gloo takes; on others they
 Gloo by name, as `ranks.run(..., backend="gloo")`, gets it on the CPU of every machine: a kernel counts bytes
 there, and a time-out is an error. RPC sends tensors of the CPU, so its ranks are there too.
 
-Two variables of the process that starts ranks say otherwise, for all its ranks but those of RPC:
+Two environment variables of the process that starts ranks override this, for all its ranks but those of RPC:
 
 - ZERO_REF_DEVICE: "cpu"; a kind of accelerator, by torch's name, for the ranks in turn; or one accelerator,
   a kind with a number, for all of them. An accelerator that is named so also becomes the ranks' default
@@ -64,7 +64,7 @@ class Placement(NamedTuple):
         return () if self.on_cpu else tuple(dict.fromkeys(self.devices))
 
     def names(self) -> str:
-        """Return the names that drivers give these accelerators: one name where all are alike."""
+        """Return the drivers' names of these accelerators: one name if all are alike."""
         return " and ".join(dict.fromkeys(devices.name_of(torch.device(each)) for each in self.accelerators))
 
     def describe(self) -> str:
@@ -171,7 +171,7 @@ def own_device(backend: str, device: str) -> torch.device | None:
 def device_here() -> torch.device:
     """Return the device of this process's tensors if it is a rank, else the CPU.
 
-    Of a rank that something else than this package has started: its accelerator, unless it talks by Gloo.
+    A rank that was not started by this package has its accelerator, unless its backend is Gloo.
     """
     if not dist.is_initialized():
         return CPU

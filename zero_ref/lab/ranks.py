@@ -130,7 +130,7 @@ def shutdown() -> None:
 
 
 def describe(world_size: int, backend: str | None = None) -> str:
-    """Say in one line what `run` uses for so many ranks on this machine.
+    """Describe in one line the backend and devices of `run` for so many ranks on this machine.
 
     >>> describe(4, "gloo")
     "4 ranks: Gloo, on this machine's CPU"
@@ -190,7 +190,7 @@ class Pool:
 
     @property
     def usable(self) -> bool:
-        """All ranks are there and wait for a call, and the file by which they find each other is there."""
+        """Whether all ranks wait for a call, and the file by which they find each other still exists."""
         # Some systems remove temporary files that are days old.
         ready = not self.closed and all(rank.is_idle() for rank in self._ranks)
         return ready and Path(self._folder.name, _worker.STORE).exists()
@@ -198,7 +198,7 @@ class Pool:
     def run(
         self, fn: Callable[..., T], *args: Any, timeout: float = 60.0, rpc: bool = False, **kwargs: Any
     ) -> list[T]:
-        """What `zero_ref.lab.ranks.run` does, on the ranks of this pool. An error on a rank ends them all."""
+        """Call a function on this pool's ranks, as `zero_ref.lab.ranks.run` does. An error ends all ranks."""
         _check_call(fn, timeout, rpc)
         if self.closed:
             raise RuntimeError(

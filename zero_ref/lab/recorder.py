@@ -129,11 +129,11 @@ class IterationRecorder:
         return 1e3 * (time.perf_counter() - self._began)
 
     def _mark(self, *_: object) -> None:
-        """What is computed next begins now."""
+        """Note the time at which the next computation begins."""
         self._mark_ms = self._now_ms()
 
     def _note(self, lane: str, label: str, bucket: int | None, start_ms: float) -> None:
-        """It ends now. Outside of an iteration nothing is noted."""
+        """Note an event that ends now. Outside of an iteration nothing is noted."""
         if self._noted is not None:
             self._noted.append(Event(lane, label, bucket, start_ms, self._now_ms()))
 

@@ -1,4 +1,4 @@
-"""The findings of a search, as JSON and as a table, for `zero-ref search`."""
+"""The results of a search, as JSON and as a table, for `zero-ref search`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_ref.simulator.search import SEARCHED, VARIED, Candidate, Found
 
 
 def as_json(named: Sequence[str], cluster: str, scenario: Scenario, found: Found) -> dict[str, Any]:
-    """Return what `zero-ref search --json` prints: bytes, milliseconds of an update, tokens a second.
+    """Return the JSON of `zero-ref search --json`: bytes, milliseconds of an update, tokens a second.
 
     Args:
         named: the option that names the model, and its value.
@@ -153,7 +153,7 @@ def _joined(words: list[str] | None) -> str | None:
 
 
 def _notes(found: Found, every: bool) -> Iterator[str]:
-    """Say what was tried, and what was left out and why."""
+    """Yield sentences about the choices that were tried, and those that were left out and why."""
     fitting = sum(one.fits is True for one in found.listed)
     undecided = len(found.listed) - fitting
     too_large = found.tried - len(found.listed)

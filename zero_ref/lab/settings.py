@@ -17,7 +17,7 @@ from zero_ref.simulator._records import parse_json, read_text
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 NO_SETTINGS = {"help", "config", "show_config", "dry_run", "command", "run"}
-"""The names in a parser's namespace that are no settings: what one call asks for, and what to call."""
+"""The names in a parser's namespace that are no settings: requests of one call, and the function to call."""
 
 
 def read_settings(actions: Iterable[argparse.Action], path: str) -> dict[str, Any]:

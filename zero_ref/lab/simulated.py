@@ -1,4 +1,4 @@
-"""The simulator's account of a run, as JSON and as a table, for `zero-ref simulate` and for dry runs."""
+"""The simulator's prediction of a run, as JSON and as a table, for `zero-ref simulate` and for dry runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MFU_COUNTS = (
     "6 operations for each token and each parameter that it goes through, and those of attention over whole "
     "sequences, as if nothing were masked; what is computed again does not count"
 )
-"""What model FLOPs utilisation is computed from. Source: PaLM (arXiv:2204.02311), appendix B."""
+"""The operations in model FLOPs utilisation, in words. Source: PaLM (arXiv:2204.02311), appendix B."""
 
 BETTER = {
     "latency": "half the latency",
@@ -89,7 +89,7 @@ def cluster_named(name: str) -> Cluster:
 
 
 def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dict[str, Any]:
-    """Return what `zero-ref simulate --json` prints: bytes and milliseconds of one iteration."""
+    """Return the JSON of `zero-ref simulate --json`: bytes and milliseconds of one iteration."""
     device = scenario.cluster.device
     return {
         "model": named,
@@ -183,7 +183,7 @@ def print_runs(
 
 
 def _parameters(scenario: Scenario) -> str:
-    """How many there are, and how they are computed with."""
+    """Describe the number of parameters, and the formats of computation."""
     words = [f"{scenario.numel:,} {scenario.dtype} parameters"]
     if scenario.autocast:
         words[0] += f" under autocast to {scenario.autocast}"
@@ -212,7 +212,7 @@ def in_words(names: Sequence[str]) -> str:
 
 
 def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
-    """Print what would make each strategy faster, and what the numbers assume."""
+    """Yield sentences: the changes that would make each strategy faster, and the numbers' assumptions."""
     for run in runs:
         yield f"faster under {run.strategy}: {_savings(run)}"
     for run in runs:
@@ -280,7 +280,7 @@ def _supposed(scenario: Scenario) -> str:
 
 
 def _averages(scenario: Scenario) -> str:
-    """What local SGD averages, over which ranks, and how often."""
+    """Describe how often local SGD averages parameters and gradients, and over which ranks."""
     steps = "step" if scenario.period == 1 else f"{scenario.period:,} steps"
     parameters = f"parameters averaged every {steps}"
     if scenario.gradient_group == 1:
@@ -329,7 +329,7 @@ def _rows(runs: Sequence[SimulatedRun]) -> list[Row]:
 
 
 def _savings(run: SimulatedRun) -> str:
-    """List what would save a hundredth of the iteration or more, the best first."""
+    """List the changes that would save a hundredth of the iteration or more, the best first."""
     saved = {
         name: 1 - ms / run.iteration_ms if run.iteration_ms else 0.0
         for name, ms in run.what_if.improved_ms.items()

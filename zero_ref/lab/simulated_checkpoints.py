@@ -17,7 +17,7 @@ MOST_PIECES = 2**20
 
 
 def saved_by(scenario: Scenario, strategy: str) -> Saved:
-    """The save of a run under a strategy.
+    """Return the state that a run saves under a strategy.
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.models import MODELS
@@ -58,7 +58,7 @@ def passages(scenario: Scenario, strategy: str) -> tuple[list[Passage], list[Pas
 
 
 def checkpoints_as_json(scenario: Scenario, strategies: Sequence[str]) -> dict[str, Any]:
-    """Return what `zero-ref simulate --checkpoint --json` adds: bytes and milliseconds, for each strategy.
+    """Return the JSON that `zero-ref simulate --checkpoint` adds: bytes and milliseconds, by strategy.
 
     Raises: as `saved_by`.
     """

@@ -103,7 +103,7 @@ def _cut_as(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def held_bytes(params: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> HeldBytes:
-    """Return what `meter.held_bytes` gives, where parameters are DTensors: bytes of this rank's parts.
+    """Return the bytes of this rank's parts of DTensors, as `meter.held_bytes` does for plain tensors.
 
     Parameters and gradients count by the memory they keep, padding included; state has none.
 

@@ -65,7 +65,7 @@ def _imports(sources: list[str]) -> str:
 
 
 class StairDiff:
-    """The changes of a stair to the one before, as a notebook draws it and a terminal prints it.
+    """The differences between a stair and the one before, which a notebook draws and a terminal prints.
 
     A line that is taken out begins with `-`, a new one with `+`. A line with `@@` names the function or class
     of the first change below it. The first stair is compared with the rule that it begins with.

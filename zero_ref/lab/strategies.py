@@ -39,7 +39,7 @@ class Trainable:
 
     Args:
         model: is called with a batch, and returns its loss.
-        optimizer: of its parameters.
+        optimizer: of the model's parameters.
         calls: filled while `recording` lasts.
         no_sync: as the recipe's.
     """
@@ -51,7 +51,7 @@ class Trainable:
 
     @property
     def cuts_by_itself(self) -> bool:
-        """Whether owners are the reader's own, so that their state is not predicted."""
+        """Whether the reader's optimizer has owners of its own, so that their state is not predicted."""
         return False
 
     @contextlib.contextmanager

@@ -151,7 +151,7 @@ def _said_once() -> Iterator[None]:
 
 
 class Prepared(NamedTuple):
-    """What `_prepare` has checked."""
+    """The arguments, configurations, placement and logs that `_prepare` has checked."""
 
     arguments: argparse.Namespace
     configs: list[TrainConfig]
@@ -160,7 +160,7 @@ class Prepared(NamedTuple):
 
 
 def _prepare(arguments: argparse.Namespace) -> Prepared | int:
-    """Check everything that can be checked before ranks meet; the exit code if there is nothing to train."""
+    """Check all that can be checked before ranks meet; return an exit code if nothing is to be trained."""
     if "RANK" not in os.environ:
         complain(NAME, "start this with torchrun, or use `zero-ref train --ranks N`, which starts ranks.")
         return 2
@@ -195,7 +195,7 @@ def _prepare(arguments: argparse.Namespace) -> Prepared | int:
 
 
 def _train_as_rank(prepared: Prepared) -> int:
-    """Meet the other ranks, train under each strategy, and say on rank 0 how it went; the exit code."""
+    """Meet the other ranks, train under each strategy, print the outcome on rank 0; return the exit code."""
     arguments, configs, placement, logs = prepared
     of_this_rank = placement.devices[int(os.environ["LOCAL_RANK"])]
     settle(of_this_rank, placement.is_default)

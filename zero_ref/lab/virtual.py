@@ -96,7 +96,7 @@ class World:
         self.alarms: dict[tuple[int, int, int], deque[tuple[int, str]]] = {}
 
     def collectives(self, rank: int) -> VirtualCollectives:
-        """Return the object with which one rank of the group calls the others."""
+        """Return the collectives of one rank of the group."""
         return VirtualCollectives(self, rank)
 
 

@@ -60,7 +60,7 @@ class Exploration:
 
     @property
     def values(self) -> dict[str, Value]:
-        """Return the value at which each control stands."""
+        """Return the current value of each control."""
         return {name: control.value for name, control in self.controls.items()}
 
     def _changed(self, change: object) -> None:

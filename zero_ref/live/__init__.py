@@ -42,7 +42,7 @@ def explorer(name: str) -> Explorer:
 
 
 def controls(name: str) -> str:
-    """Return what a page needs to show an explorer's controls: JSON, a list of `Control.as_dict`."""
+    """Return the JSON with which a page shows an explorer's controls, a list of `Control.as_dict`."""
     return json.dumps([control.as_dict() for control in explorer(name).controls])
 
 
@@ -52,5 +52,5 @@ def answer(name: str, values: str, width: float) -> str:
 
 
 def run_cell(before: str, source: str) -> str:
-    """Run a cell after the pieces of a JSON list, and return what came of it: JSON, `cell.Ran`."""
+    """Run a cell after the pieces of code in a JSON list, and return its outcome as JSON, a `cell.Ran`."""
     return json.dumps(asdict(cell.run(json.loads(before), source)))

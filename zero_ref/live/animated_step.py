@@ -24,14 +24,14 @@ GRADIENTS, PARAMETERS, RANK = 22.0, 32.0, 90.0
 
 
 class Frame(NamedTuple):
-    """The next event, on all ranks at once.
+    """One event of the step, on all ranks at once.
 
     Args:
         phase: one of PHASES.
-        start_s, stop_s: of the loop.
-        call: what each rank asks of the network, if anything.
-        piece: what a broadcast carries.
-        receivers: the ranks to which it is new.
+        start_s, stop_s: seconds of the animation's loop.
+        call: the call of each rank, if there is one.
+        piece: the slice that a broadcast carries.
+        receivers: the ranks to which the slice is new.
     """
 
     phase: str
@@ -142,7 +142,7 @@ def _draw(
 
 
 def _place(number: int, width: float, columns: int) -> tuple[float, float, int]:
-    """Return the left edge, width and row of one of four things in columns."""
+    """Return the left edge, width and row of one of the four phases, which stand in columns."""
     wide = (width - 20 * (columns - 1)) / columns
     rows = len(PHASES) // columns
     return SIDE + number // rows * (wide + 20), wide, number % rows

@@ -19,7 +19,7 @@ Moment = tuple[float, str]
 """A second of the loop, and the CSS declarations that hold then. In between they change evenly."""
 
 JUMP_S = 0.01
-"""The duration of a change that is to be seen at once."""
+"""The duration of a change that looks sudden."""
 
 
 class Motion:
@@ -140,9 +140,9 @@ class Animation:
     """A picture that moves by itself, as the last line of a cell or as SVG.
 
     Args:
-        title: what its pause is named after.
-        words: what it shows, for who cannot see it.
-        draw: given the width in CSS pixels and a name for its classes, the SVG.
+        title: the name of the picture's pause button.
+        words: a description for readers who cannot see the picture.
+        draw: returns the SVG for a width in CSS pixels and a name for its classes.
     """
 
     title: str

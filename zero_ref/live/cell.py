@@ -22,7 +22,7 @@ MOST_LINES = 16
 """Lines of a traceback that are shown, its last ones."""
 
 THIS, ABOVE = "<this cell>", "<before this cell>"
-"""The names of the cell, and of what ran before it, in a traceback."""
+"""The names of the cell, and of the code that ran before it, in a traceback."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Ran:
     """The outcome of a cell.
 
     Args:
-        printed: as below the cell in a notebook: what it printed, and the value of its last line.
+        printed: the output below the cell in a notebook: printed text, and the value of the last line.
         error: the traceback, from the reader's own code on; empty if there was no error.
     """
 

@@ -1,4 +1,4 @@
-"""The definition of an explorer: controls, and an answer to each of their settings.
+"""Explorers: controls, and an answer to each of their settings.
 
 An explorer knows neither who shows its controls nor where: a page of the book does, with Python running in
 the browser, and so does a notebook (`zero_ref.lab.widgets`). Both get the same picture and the same numbers.
@@ -63,7 +63,7 @@ class Control:
         return "tick" if isinstance(first, bool) else "choice" if isinstance(first, str) else "slider"
 
     def written(self, value: Value) -> str:
-        """Return an option as it is written."""
+        """Return the text of an option."""
         if value in self.words:
             return self.words[value]
         return value if isinstance(value, str) else f"{value:,}"
@@ -112,10 +112,10 @@ class Answer:
 
     Args:
         svg: the picture.
-        words: what it shows, in a sentence or two; they are read aloud to who cannot see it.
+        words: describe the picture in a sentence or two, for readers who cannot see it.
         table: the numbers for reading, a heading first.
-        numbers: the same and more, as they come out of the package.
-        idle: why a control changes nothing at this setting, for each that does not.
+        numbers: these numbers and more, unrounded.
+        idle: the reason why a control changes nothing at this setting, for each such control.
     """
 
     svg: str
@@ -149,7 +149,7 @@ class Explorer:
 
     @property
     def values(self) -> dict[str, Value]:
-        """Return the value at which each control starts."""
+        """Return the first value of each control."""
         return {control.name: control.value for control in self.controls}
 
     def answer(self, width: float = 640.0, /, **values: Value) -> Answer:

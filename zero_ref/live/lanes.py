@@ -44,7 +44,7 @@ OTHER = "#77722A"  # whatever else a measured run may name
 
 
 def label_colour(label: str) -> str:
-    """Of an event with this label.
+    """The colour of an event with this label.
 
     >>> label_colour("reduce") == PART_COLOURS["gradients"]
     True
@@ -53,7 +53,7 @@ def label_colour(label: str) -> str:
 
 
 def label_key(labels: Iterable[str]) -> dict[str, str]:
-    """A colour for each word; words of one colour together. Those of chapter 6 if there is nothing else."""
+    """The colour of each word, words of one colour together; chapter 6's words if there are no others."""
     shown = set(labels)
     if shown <= COLOURS.keys():
         return COLOURS
@@ -195,7 +195,7 @@ def lanes(
     width: float,
     notes: Mapping[str, str] | None = None,
 ) -> Stacked:
-    """Draw what `timeline` draws, at a place of a larger picture.
+    """Draw the lanes of `timeline` at a place of a larger picture.
 
     Args:
         timelines: for each title its events.
@@ -292,5 +292,5 @@ def _lane(timeline: Timeline, lane: str, x: float, y: float, px_per_ms: float, h
 
 
 def number_of(event: Event) -> str:
-    """Return the words in an event's bar: the number of its bucket or block."""
+    """Return the text in an event's bar: the number of its bucket or block, or "all"."""
     return "all" if event.bucket is None else str(event.bucket)

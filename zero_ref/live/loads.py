@@ -1,4 +1,4 @@
-"""Pictures of how much each rank owns, and how that changes with the number of ranks."""
+"""Pictures of the ranks' loads, and of how they change with the number of ranks."""
 
 from __future__ import annotations
 
@@ -171,11 +171,11 @@ def bars_compared(
     loads_of: Mapping[str, Sequence[float]], show: Callable[[float], str], x: float, y: float, width: float,
     fullest_first: bool = False,
 ) -> Stacked:  # fmt: skip
-    """Draw `loads_compared` at a place of a larger picture: a title, bars, and a line at the mean.
+    """Draw the bars of `loads_compared` at a place of a larger picture: a title, bars, a line at the mean.
 
     Args:
         loads_of: for each title the elements of each rank.
-        show: how a load is written.
+        show: formats a load.
         x, y, width: where to draw, in pixels.
         fullest_first: sort the ranks by what they own.
     """

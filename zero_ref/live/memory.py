@@ -120,7 +120,7 @@ def items_bars(
     items_by_name: Mapping[str, Mapping[str, float]], device_bytes: float | None, chosen: str | None,
     x: float, y: float, width: float,
 ) -> Stacked:  # fmt: skip
-    """Draw what `memory_items` draws, at a place of a larger picture. A bar without a name has no title."""
+    """Draw the bars of `memory_items` at a place of a larger picture. A bar without a name has no title."""
     held = {name: coloured(items) for name, items in items_by_name.items()}
     shown = [item for item in ITEM_COLOURS if any(items[item] for items in held.values())]
     parts, top = key({item: ITEM_COLOURS[item] for item in shown}, x, y, width)

@@ -70,7 +70,7 @@ def _written(link: Link) -> str:
 
 
 def _workload(model: str, links: Cluster, strategy: str, ranks: int, tokens: int) -> Workload:
-    """Return a strategy's work on so many tokens, in sequences as long as the model takes, or as one."""
+    """Return a strategy's work on so many tokens, in one sequence, or in sequences of the longest length."""
     architecture = MODELS[model]
     sequence = min(tokens, getattr(architecture, "positions", tokens), LONGEST_SEQUENCE)
     scenario = Scenario(architecture, links, ranks, batch=tokens // sequence, sequence=sequence)

@@ -58,7 +58,7 @@ def html(name: str, **values: Value) -> str:
 
 
 def _along(shown: Explorer) -> str | None:
-    """Return as JSON what a slider needs to know of the control whose pictures are at hand."""
+    """Return as JSON the name, label, options and place of the control that the page's slider moves."""
     for control in shown.controls:
         if control.name == shown.along:
             words = [control.written(option) for option in control.options]

@@ -16,7 +16,7 @@ ROUNDS = 2 * (RANKS - 1)
 
 
 def ring_states(world_size: int) -> list[list[list[int]]]:
-    """Count the ranks' parts that are summed up in each chunk: after each round, on each rank, of each chunk.
+    """Count the ranks whose parts are in each chunk: after each round, on each rank, for each chunk.
 
     >>> ring_states(2)
     [[[1, 1], [1, 1]], [[1, 2], [2, 1]], [[2, 2], [2, 2]]]

@@ -37,7 +37,7 @@ PHASES_OF_STAGE = {
 }
 
 LOST = {"broadcast": "not sent", "equal": "stale"}
-"""The words where a parameter's new values are missing, by phase."""
+"""The words in a box whose parameter lacks its new values, by phase."""
 
 SIDE, NAMES, NUMBER, EACH, TWO = 14.0, 50.0, 16.0, 36.0, 1.3
 """Pixels of the margins, of the ranks' names, of a phase's number, and from one rank to the next; how many
@@ -173,7 +173,7 @@ class Board(NamedTuple):
         ]
 
     def legend(self, phases: Sequence[str]) -> str:
-        """Return what the looks of boxes mean."""
+        """Explain the colours and hatches of the boxes."""
         if self.stage == 1:
             return "a colour: an owner; hatched: old"
         words = ["a colour: an owner"]
@@ -209,7 +209,7 @@ class Board(NamedTuple):
         return False
 
     def _until(self, phase: str, param: int) -> int:
-        """Count the blocks before the parameter's own: 0 if that is under way, negative if it has been.
+        """Count the blocks to come before the parameter's: 0 if it is the current one, below 0 if it is past.
 
         Forward goes from the first block to the last, backward from the last to the first.
         """
@@ -225,7 +225,7 @@ class Board(NamedTuple):
         return PHASES_OF_STAGE[self.stage][phase]
 
     def row(self, y: float, height: float, phase: str, rank: int) -> list[str]:
-        """Return what a rank holds in a phase: averaged gradients, or parameters; in backward both."""
+        """Draw the boxes of a rank in a phase: averaged gradients, or parameters; in backward both."""
         below, strip = _second_strip(height) if phase == "backward" else (0.0, height)
         parts = []
         for one in self.boxes():
@@ -331,6 +331,6 @@ class Board(NamedTuple):
 
 
 def _second_strip(height: float) -> tuple[float, float]:
-    """Return where the second of two strips in so many pixels begins, and the height of each."""
+    """Divide `height` pixels into two strips: return the beginning of the second, and the height of each."""
     strip = (height - 2) / 2
     return strip + 2, strip

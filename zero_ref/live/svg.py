@@ -24,8 +24,8 @@ COLUMN = 576.0
 """Pixels of a notebook's picture: 6 inches, as wide as those of matplotlib."""
 
 _LETTER, BOLD = 0.58, 1.2
-"""Of the font size: the average width of a letter in a sans-serif font; how much wider bold ones are. Rather
-more than less."""
+"""The average width of a letter in a sans-serif font, over the font size; how much wider bold letters are.
+Both are rather too large than too small."""
 
 
 def element(name: str, /, *children: str, **attributes: object) -> str:

@@ -58,7 +58,7 @@ def _decided(question: Question) -> str:
 
 
 def tree_parts(root: Node, path: Sequence[bool] | None, x: float, y: float, width: float) -> Stacked:
-    """Draw what `decision_tree` draws, at a place of a larger picture.
+    """Draw the tree of `decision_tree` at a place of a larger picture.
 
     Args:
         root: the first question.
@@ -155,5 +155,5 @@ class _Tree:
 
 
 def _depth(node: Node) -> int:
-    """Count the questions that follow each other at most, this one included."""
+    """Count the questions on the longest way down from a node, the node included."""
     return 0 if isinstance(node, Advice) else 1 + max(_depth(node.yes), _depth(node.no))

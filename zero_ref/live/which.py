@@ -69,7 +69,7 @@ def _compared(model: str, cluster: str, ranks: int, **of_scenario: Any) -> Compa
 
 
 def _words(found: Compared, model: str) -> str:
-    """Say where the model is, what the tree advises, and how far that is from the fastest."""
+    """Describe the model and its ranks, the tree's advice, and how much slower that is than the fastest."""
     scenario, advice = found.scenario, found.advice
     ranks, passes = scenario.world_size, scenario.accumulation
     batch = f"{scenario.tokens_of_pass:,} tokens a pass"

@@ -77,7 +77,7 @@ def flat_layout(layout: BucketLayout, ax: Axes, *, names: Sequence[str] | None =
 
 
 def _edges(flat: Flat) -> list[int]:
-    """Where messages begin, and where the tensor ends; ends of messages would crowd the axis."""
+    """Return where messages begin and the tensor ends; the messages' ends would crowd the axis."""
     return [*(bucket.start for bucket in flat.buckets), flat.numel]
 
 

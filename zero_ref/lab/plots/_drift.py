@@ -114,7 +114,7 @@ def agreement(lowest: Sequence[Sequence[int]], ax: Axes, *, warmup_steps: int = 
 
 
 def _check_rows(rows: Sequence[Sequence[float]], what: str) -> int:
-    """Return the number of ranks of each row."""
+    """Check that all rows have equally many ranks, and not too many to draw; return that number."""
     counts = sorted({len(row) for row in rows})
     if len(counts) != 1:
         raise ValueError(

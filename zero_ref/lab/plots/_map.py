@@ -140,10 +140,10 @@ def _separate(ax: Axes, boxes: Sequence[Box], per_row: int) -> None:
 def _labels(
     boxes: Sequence[Box], partition: Partition, names: Sequence[str]
 ) -> Iterator[tuple[Box, list[str]]]:
-    """Yield what to write into which boxes, best first.
+    """Yield boxes with the labels that may be written into them, the best label first.
 
-    Colours name up to 8 ranks, so the parameter's name and size are written. Of more ranks the colours
-    only show the order: there the owner's number comes first, once in each run of its boxes.
+    Colours identify up to 8 ranks, so the labels are parameters' names and sizes. With more ranks the colours
+    only show the order: then the owner's number comes first, once in each run of the owner's boxes.
     """
 
     def width(box: Box) -> int:

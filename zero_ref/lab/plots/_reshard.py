@@ -18,7 +18,7 @@ BAR, FLOW, NAMES = 1.0, 1.7, 0.55
 """Heights of a bar, of the bands between the two bars, and of the strip with the parameters' names."""
 
 MOVING = 0.4
-"""The strength of the new owner's colour in the band of what it gets."""
+"""The strength of the new owner's colour in the bands of the elements that it receives."""
 
 
 class Band(NamedTuple):
@@ -41,8 +41,8 @@ def reshard(
 ) -> Axes:
     """Draw what moves when `old` becomes `new`: elements end to end, their old owners above, the new below.
 
-    Between the bars a band in the new owner's colour for what is sent, an empty one for what stays where it
-    is. Lines between the names separate the parameters.
+    Between the bars, bands in the new owner's colour show elements that are sent, empty bands elements that
+    stay. Lines between the names separate the parameters.
 
     >>> from zero_ref.lab.plots import figure
     >>> from zero_ref.plan.rules import even

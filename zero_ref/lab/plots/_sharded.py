@@ -25,7 +25,7 @@ from zero_ref.live.palette import INK, MUTED, PAPER, rank_colour
 MOST_SHARES, MOST_GROUPS = 8, 4
 
 WIDE, HIGH, BETWEEN = 0.8, 0.62, 0.58
-"""Of a rank's box, and from one group to the next, in the plot's own units: ranks are 1 apart."""
+"""Width and height of a rank's box, and the gap between groups, in the plot's units: ranks are 1 apart."""
 
 
 @in_style

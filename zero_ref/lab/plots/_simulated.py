@@ -84,8 +84,8 @@ class StepParts(NamedTuple):
 
     Args:
         computing_ms: this rank computes, whatever the network does.
-        exposed_ms: it does not, and the network works.
-        waiting_ms: neither: another rank is late.
+        exposed_ms: the rank does not compute, and the network works.
+        waiting_ms: neither works, because another rank is late.
     """
 
     computing_ms: float

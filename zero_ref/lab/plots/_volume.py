@@ -15,7 +15,7 @@ from zero_ref.live.numbers import short, short_bytes
 
 @in_style
 def volume_against_ranks(volumes: Mapping[str, Mapping[int, float]], ax: Axes) -> Axes:
-    """Draw what a rank sends in an iteration, in units of Ψ elements, as ranks are added.
+    """Draw the bytes that a rank sends in an iteration, in units of Ψ elements, as ranks are added.
 
     Ψ is the model's number of parameters, and an element has the bytes of a parameter.
 
@@ -53,7 +53,7 @@ def in_psi(value: float) -> str:
 def memory_against_ranks(
     memories: Mapping[str, Mapping[int, float]], ax: Axes, *, device_bytes: float | None = None
 ) -> Axes:
-    """Draw what a rank holds as ranks are added, on logarithmic axes: a divided share is a falling line.
+    """Draw the bytes that a rank holds as ranks are added, on logarithmic axes: a divided share falls.
 
     >>> from zero_ref.lab.plots import figure
     >>> from zero_ref.simulator.ledger import ledger

@@ -135,7 +135,7 @@ def time_against_bytes(
         curves: name -> payload in bytes -> milliseconds, at least two of each.
         turns: name -> the payload of the dot.
     Raises:
-        ValueError: a curve has no point or one, or a size or time that no logarithm has; or a dot no curve.
+        ValueError: a curve has fewer than two points, or a size or time not above 0; or a dot has no curve.
     """
     for name, curve in curves.items():
         if len(curve) < 2 or min(*curve, *curve.values()) <= 0:
