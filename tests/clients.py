@@ -80,7 +80,7 @@ def launch(optimizer: str, program: str, folder: Path, *arguments: object) -> tu
 
 
 def outcome(optimizer: str, program: str, folder: Path, *arguments: object) -> list[dict[str, Any]]:
-    """What each rank had after the program, which must succeed."""
+    """Return each rank's values after the program, which must succeed."""
     code, said = launch(optimizer, program, folder, *arguments)
     assert code == 0, said
     return [torch.load(f"{folder.with_suffix('.pt')}.{rank}") for rank in range(WORLD_SIZE)]
@@ -94,7 +94,7 @@ def no_callback() -> Any:
 
 
 class PlainState:
-    """What torch.distributed.checkpoint saves and loads of a plain optimizer."""
+    """The state of a plain optimizer, for torch.distributed.checkpoint to save and load."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: object = None) -> None:
         self.model, self.optimizer = model, optimizer

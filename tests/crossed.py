@@ -43,7 +43,7 @@ TIMEOUT = 120.0  # seconds, against hanging; the machine may be busy
 
 @dataclass(frozen=True)
 class Part:
-    """What happens on one number of ranks: its first update, and the operations before each update."""
+    """The part of a trial on one number of ranks: its first update, and the operations before each update."""
 
     number: int
     size: int
@@ -157,7 +157,7 @@ def play(trial: Trial, folder: str) -> None:
 
 
 def failure(trial: Trial) -> str | None:
-    """What goes wrong, if anything does."""
+    """Play a trial, and return its error; None if it has none."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             if trial.real:
@@ -177,7 +177,7 @@ def search(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def explained(trial: Trial) -> str:
-    """What fails, with as many options as possible at their defaults."""
+    """Return the error of a failing trial, with as many options as possible at their defaults."""
     for name in reversed(OPTIONS):
         simpler = replace(trial, plain=(*trial.plain, name))
         if simpler.values != trial.values and failure(simpler):

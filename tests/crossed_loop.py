@@ -108,7 +108,7 @@ class Model(nn.Module):
 
 @dataclass
 class Passed:
-    """What passes from one number of ranks to the next.
+    """The values that pass from one number of ranks to the next.
 
     Attributes:
         blocks: the values of each block's parameters, whether each is trained, and the group's options.

@@ -53,14 +53,14 @@ OPERATIONS = ("freeze", "add_group", "whole_state", "save_sharded", "join")
 DDP_WITH = ("ddp", "to_owners", "overlap", "interleaved")
 OVERLAPPED = DDP_WITH[2:]
 ON_THREADS = {"wrapper": 2, "join": 1}
-"""How many values of an option virtual ranks have; DDP needs processes."""
+"""The number of an option's values that virtual ranks can have; DDP needs processes."""
 WEIGHTS = {
     ("wrapper", "sharded"): 4,
     ("replicas", 1): 2,
     ("classes", "momentum"): 4,  # for those that are possible with fewer others
     ("zero_grad", "seldom"): 2,
 }
-"""How often a value is drawn, against 1 for the others."""
+"""The weight with which a value is drawn, against 1 for the others."""
 
 IMPOSSIBLE: list[tuple[str, Sequence[Any], str, Sequence[Any], str]] = [
     *(
@@ -129,7 +129,7 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
 def pairs_of(trials: Sequence[Trial]) -> dict[Pair, int]:
-    """How often each pair of values of two options is drawn, those never drawn included."""
+    """Count the draws of each pair of values of two options, pairs that are never drawn included."""
     known = [(name, value) for name in OPTIONS for value in trials[0].choices_of(name)]
     possible = [
         pair

@@ -42,7 +42,7 @@ offload.PIECE_NBYTES, offload.SMALL_NBYTES = 2**10, 2**8  # so that these small 
 
 
 def draw_partition(rng: Random, choice: str, numels: Sequence[int], world_size: int) -> Any:
-    """What a user passes as `partition`."""
+    """Draw an argument for `partition`."""
     if choice == "equal_shares":
         return functools.partial(equal_shares, range_numel=rng.choice([64, 1000, 2**20]))
     if choice not in (LISTS, CUTS):

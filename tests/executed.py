@@ -29,7 +29,7 @@ AS_NOTEBOOK = "del _os.environ['ZERO_REF_PAGE'], _os"
 
 
 def digest(notebook: Path) -> str:
-    """Of what the outputs of a notebook come from: its cells, the packages, all that is installed."""
+    """Return a digest of all that determines a notebook's outputs: cells, packages, installed versions."""
     found = hashlib.sha256(sys.version.encode())
     packages = [*(ROOT / "zero_ref").rglob("*"), *(ROOT / "zero_ref_course").rglob("*")]
     for path in [notebook, *sorted(packages)]:
@@ -50,9 +50,9 @@ def kept(notebook: Path) -> Any:
 
 
 def outputs(heard: list[dict[str, Any]]) -> list[Any] | None:
-    """What a cell put out, as a notebook stores it, from the kernel's messages up to the last of that cell.
+    """Return a cell's outputs, as a notebook stores them, from the kernel's messages up to the last one.
 
-    None if outputs were changed afterwards: that is for nbclient to follow.
+    None if outputs were changed afterwards, which only nbclient follows.
     """
     found: list[Any] = []
     for message in heard:
@@ -71,7 +71,7 @@ def outputs(heard: list[dict[str, Any]]) -> list[Any] | None:
 
 
 def ask(kernel: Any, source: str) -> list[Any] | None:
-    """What the kernel puts out for `source`."""
+    """Run `source` in the kernel, and return its outputs."""
     kernel.heard.clear()
     message = kernel.execute_cell_input(source, allow_stdin=False)
     kernel.await_reply(message, 60)
@@ -117,7 +117,7 @@ class Keeper:
 
 
 def language_info(kernel: Any) -> Any:
-    """How pages colour the cells, as the kernel says it."""
+    """Return the kernel's description of its language, by which pages colour the cells."""
     return kernel.kc.kernel_info(reply=True, timeout=600)["content"]["language_info"]
 
 

@@ -130,7 +130,7 @@ class Trial:
 
 @dataclass
 class Job:
-    """What is trained, and what passes from the optimizers before a move to those after it.
+    """The training, and the values that pass from the optimizers before a move to those after it.
 
     Attributes:
         missing: the share of the parameters without a gradient, on virtual ranks.
@@ -359,7 +359,7 @@ class Twins:
         return copy.deepcopy(self.zero.state_dict())
 
     def end(self) -> Job:
-        """What the next optimizers start from."""
+        """Finish, and return the job from which the next optimizers start."""
         for pending in filter(None, self.pending):
             pending.wait()
         save_sharded(self.zero, self.folder / "move")
@@ -497,7 +497,7 @@ class Twins:
         self.job.saves[name] = values, copy.deepcopy(self.plain.state_dict())
 
     def restore(self, rng: Random) -> None:
-        """What was saved, also before a move; if it was of other groups it must be refused."""
+        """Load a save, perhaps from before a move; a save of other groups must be refused."""
         if not self.job.saves:
             self.save(rng)
             return
@@ -614,7 +614,7 @@ def play(trials: Sequence[Trial], folder: str) -> None:
 
 
 def failure(*trials: Trial) -> str | None:
-    """What goes wrong in them, if anything does."""
+    """Play trials, and return their error; None if they have none."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             if trials[0].real:
@@ -634,7 +634,7 @@ def search(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def explained(trial: Trial) -> str:
-    """What fails, without the operations that need not be there, last ones first."""
+    """Return the error of a failing trial without the operations that it does not need, last ones first."""
     for number, _ in reversed(trial.operations):
         shorter = replace(trial, keep=tuple(n for n, _ in trial.operations if n != number))
         trial = shorter if shorter.keep and failure(shorter) else trial

@@ -44,7 +44,7 @@ from zero_ref.state.saves import TABLE
 from zero_ref.state.sharded import load_sharded, save_sharded, save_sharded_async
 
 TIMEOUT = 240.0
-"""Of a call, in seconds; a collective gives up after 80% of it. A guard: nobody comes near it."""
+"""The seconds of a call; a collective gives up after 80% of them. A guard: no call comes near it."""
 # A pool ends the others soon after the first has failed; here they are to end by themselves.
 ranks.GRACE_SECONDS = TIMEOUT
 
@@ -67,7 +67,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, iteration: int) -
 
 
 def digest(model: nn.Module, state: Mapping[int, Mapping[str, torch.Tensor]]) -> str:
-    """Of every bit of parameters and state."""
+    """Return a digest of every bit of parameters and state."""
     hashed = hashlib.sha256()
     of_params = [value for _, of_param in sorted(state.items()) for _, value in sorted(of_param.items())]
     for tensor in [*model.parameters(), *of_params]:
@@ -118,7 +118,7 @@ def train_and_save(directory: Path, in_background: bool, victim: int = -1, delay
 
 
 def load(directory: Path) -> tuple[int, str | None]:
-    """How many updates the newest checkpoint says it has, and, on rank 0, the digest of what was loaded."""
+    """Load the newest checkpoint; return its number of updates and, on rank 0, the digest of its values."""
     torch.set_num_threads(1)
     model = make_model()
     for param in model.parameters():
@@ -133,7 +133,7 @@ def load(directory: Path) -> tuple[int, str | None]:
 
 
 def progress_of(folder: Path, world_size: int) -> str:
-    """How far the save had come, from what lies in its folder."""
+    """Return the progress of a save, from the files in its folder."""
     names = os.listdir(folder) if folder.exists() else []
     tables = sum(TABLE.fullmatch(name) is not None for name in names)
     if tables == world_size:
@@ -142,7 +142,7 @@ def progress_of(folder: Path, world_size: int) -> str:
 
 
 class Round(NamedTuple):
-    """What became of one killed save."""
+    """The result of one killed save."""
 
     progress: str
     seconds: float

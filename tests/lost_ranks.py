@@ -80,7 +80,7 @@ def kill(pid: int) -> None:
 
 
 class Progress:
-    """What `steps.jsonl` says, read as it grows."""
+    """The newest line of `steps.jsonl`, which is read as it grows."""
 
     def __init__(self, directory: Path) -> None:
         self.path, self.offset = directory / STEPS, 0
@@ -125,7 +125,7 @@ class Job:
             )
 
     def said(self) -> str:
-        """What the processes printed."""
+        """Return the text that the processes printed."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("said-*")))
 
     def start(self, steps: int) -> None:

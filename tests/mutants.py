@@ -1,9 +1,10 @@
-"""What graders say of solutions with one mistake: `python tests/mutants.py [--most 40] [EXERCISE ...]`.
+"""Grade solutions with one mistake: `python tests/mutants.py [--most 40] [EXERCISE ...]`.
 
 Each solution is changed in one place: an operator, a comparison, a constant by one, two arguments or two
 names exchanged, a statement or a `not` left out. Each mutant is graded in this process, as `check` does. It
-passes, or raises in its own code, or hears of its own mistake, or hears only the general advice that ends a
-grader's list of mistakes. `--table FILE` writes the counts, and each mutant that passes or hears that advice.
+passes, or raises in its own code, or gets a message about its mistake, or gets only the general advice at the
+end of a grader's list of mistakes. `--table FILE` writes the counts, and each mutant that passes or gets only
+that advice.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ LISTED = (
 
 
 def general_advice() -> re.Pattern[str]:
-    """What the functions of graders that name mistakes say when they know none: their last `return`."""
+    """Return a pattern for the advice of graders that recognize no mistake: the last `return` of each."""
     found = list(LISTED)
     for path in sorted(COURSE.glob("*.py")):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -68,7 +69,7 @@ def general_advice() -> re.Pattern[str]:
 
 
 class Mutant(NamedTuple):
-    """What was changed, in which line of the solution, and the source that comes of it."""
+    """A change, the line of the solution that it is in, and the changed source."""
 
     change: str
     line: int

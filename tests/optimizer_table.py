@@ -100,10 +100,10 @@ class Case:
 
 
 AROUND = ["Lookahead", "OrthoGrad", "ScheduleFreeWrapper", "TRAC"]
-"""Of pytorch_optimizer: they take an optimizer, here AdamW."""
+"""Classes of pytorch_optimizer that take an optimizer, here AdamW."""
 
 ON_BASE = ["SAM", "LookSAM", "FriendlySAM"]
-"""Of pytorch_optimizer: they take the class of another optimizer, here AdamW."""
+"""Classes of pytorch_optimizer that take the class of another optimizer, here AdamW."""
 
 SAME = re.compile("^_|Paged|32bit|Offload")
 """In the names of classes that do the same on a CPU as those without."""
@@ -253,7 +253,7 @@ _ONE_STEPS = threading.Lock()
 
 
 def verdict(run: Callable[[], list[list[Snapshot]]], expected: list[Snapshot]) -> str:
-    """What became of a run, which returns the parameters on each rank after each update."""
+    """Judge a run, which returns the parameters on each rank after each update."""
     try:
         runs = run()
     except Exception as error:
@@ -284,7 +284,7 @@ def reason(error: BaseException) -> str:
 
 @dataclass
 class Row:
-    """What became of a class.
+    """The results of a class.
 
     Args:
         partitions: a verdict for each partition, without and with `parameters_as_bucket_view`.

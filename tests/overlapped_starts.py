@@ -37,15 +37,15 @@ WAYS = list(itertools.product(HOOKS, [False, True], [None, False, True]))
 
 
 class Starts(NamedTuple):
-    """What came of many starts.
+    """The results of many starts.
 
     Args:
-        hung: of each that did not come to its end within a minute, or failed: its number, its way, the error.
-        lost: of each whose parameters were not those of the plain optimizer, or not alike on all ranks.
-        smallest_move: the distance of the parameter that moved least, in all starts that came to their end.
-        first_update: in which iteration's backward, counted from 1, the first update was made: the latest of
-            all starts and ranks. None if in one of them it was never made.
-        buckets: how many buckets DDP had.
+        hung: the number, way and error of each start that failed or did not end within a minute.
+        lost: the same for each start whose parameters differed from the plain optimizer's, or between ranks.
+        smallest_move: the distance of the parameter that moved least, in all starts that ended.
+        first_update: the iteration, counted from 1, whose backward made the first update: the latest of all
+            starts and ranks. None if one of them never made it.
+        buckets: the numbers of DDP's buckets.
     """
 
     hung: tuple[str, ...]
@@ -112,7 +112,7 @@ class HeldUp(nn.Module):
         self.random = random.Random(seed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What the layers make of `x`."""
+        """Return the output of the layers."""
         for layer in self.layers:
             self.sleep()
             x = torch.tanh(layer(x))

@@ -31,7 +31,7 @@ AT_ONCE = 3
 
 
 class Outcome(NamedTuple):
-    """How a part went: "passed", "FAILED" or "not run", and the names of its tests that failed."""
+    """The result of a part: "passed", "FAILED" or "not run", and the names of its tests that failed."""
 
     part: str
     status: str
@@ -132,7 +132,7 @@ def run_all(make: str) -> list[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome], seconds: float) -> str:
-    """How each part went, with the tests that failed below it.
+    """Return a table of the parts' results, each with its failed tests below.
 
     >>> ranks = Outcome("ranks", "FAILED", 9, ["test_a.py::test_b"])
     >>> print(table([Outcome("unit", "passed", 61.7), ranks], 71))

@@ -1,4 +1,4 @@
-"""What holds of every picture: the same bytes each time, no warnings, no text outside or on another text."""
+"""Checks of every picture: the same bytes each time, no warnings, no text outside or on another text."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ OF_STAIRS = ("scheduler", "group added", "save and load", "another world size")
 
 
 def without(*trials: str, **plain: Any) -> dict[str, Any]:
-    """What the plain loop is, and the trials that a library refuses by an error of its own."""
+    """Return the arguments of the plain loop, and the trials that a library refuses by its own error."""
     return {**(plain or ADAMW), "without": trials}
 
 

@@ -31,7 +31,7 @@ def manifest() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def pod_script() -> str:
-    """What bash runs in the Job's container."""
+    """Return the script that bash runs in the Job's container."""
     (container,) = manifest()[1]["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["bash", "-c"]
     (script,) = container["args"]

@@ -50,7 +50,7 @@ class Free(Optimizer):
 
 
 class FreeOnMasters(OnMasters):
-    """What a schedule-free optimizer with masters must be equal to."""
+    """A reference for a schedule-free optimizer with masters, which must equal it."""
 
     def train(self) -> None:
         self.switch("train")

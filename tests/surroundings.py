@@ -1,4 +1,4 @@
-"""What tests rely on and would inherit from whoever starts them: variables, signals, umask, limits, settings.
+"""Fixed surroundings for tests, which would inherit others: variables, signals, umask, limits, settings.
 
     python tests/surroundings.py COMMAND...     # with the same surroundings
 

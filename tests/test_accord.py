@@ -1,4 +1,4 @@
-"""What ranks must go on having in common is compared in some steps, and where they agree anyway."""
+"""Values that must stay equal on all ranks are compared in some steps, and where ranks agree anyway."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Trainee:
         self.zero.step(closure)
 
     def fails(self, call: Callable[[], Any] | None = None) -> str:
-        """What a call raises, as "Type: text"; empty if nothing. None for the next step."""
+        """Return the error of a call, by default of the next step, as "Type: text"; empty if none."""
         try:
             (call or self.step)()
         except Exception as error:

@@ -96,7 +96,7 @@ NOT_FOR_READERS = {
     },
     "zero_ref.lab.elastic": {"as_elastic_rank", "complaint", "time_out"},
 }
-"""What modules share with each other: public among them, and of no use to a reader."""
+"""Names that modules share with each other: public among them, and of no use to a reader."""
 
 MODULES_NOT_FOR_READERS = {"zero_ref.lab.demo", "zero_ref.lab.report", "zero_ref.lab.widgets"}
 

@@ -1,4 +1,4 @@
-"""What an argument may be, and how a place to write to is tried: by hand."""
+"""The values that an argument may have, and the check of a place to write to: by hand."""
 
 from __future__ import annotations
 

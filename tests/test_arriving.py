@@ -65,7 +65,7 @@ def saved_in_part(model: nn.Sequential) -> Any:
 
 
 def loaded(model: nn.Module) -> Any:
-    """What is still on its way would overwrite what was loaded."""
+    """Load a state while values are still arriving, which would overwrite it; return the parameters."""
     state = {name: torch.full((2, 2), 5.0) for name, _ in model.named_parameters()}
     model.load_state_dict(state)
     model(torch.ones(1, 2))

@@ -1,4 +1,4 @@
-"""How contenders take turns, here on a single rank and on no clock."""
+"""Contenders take turns, here on a single rank and on no clock."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_case_comes_once_in_each_round_and_the_first_do_not_count() -> Non
 
 
 def _drawn(names: str, number: int) -> list[list[str]]:
-    """What every rank draws: it depends on the seed and the names only."""
+    """Return the orders that every rank draws, which depend only on the seed and the names."""
     drawn = random.Random(0)
     return [drawn.sample(list(names), len(names)) for _ in range(number)]
 

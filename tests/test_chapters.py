@@ -61,7 +61,7 @@ def text_of(path: Path) -> str:
 
 
 def in_words(text: str) -> str:
-    """What is read as words: no headings, titles of boxes, formulas, code and links."""
+    """Return the words of a text, without headings, titles of boxes, formulas, code and links."""
     text = re.sub(r"^#+ .*$|^> \*\*[^*]+\*\*$", "", text, flags=re.M)
     text = re.sub(r"^\$\$$.*?^\$\$[^\n]*$", "", text, flags=re.M | re.S)
     text = re.sub(rf"\$[^$\n]+\$|({TERM.pattern})|\[[^]]*\]\([^)]*\)|<[^>`]*>(?!`)", r"\1", text)
@@ -85,7 +85,7 @@ def linked(text: str) -> list[str]:
 
 
 def stands(term: str, text: str) -> re.Match[str] | None:
-    """Where a text has a word of the glossary: in the plural too, but not as a part of a longer one."""
+    """Find a word of the glossary in a text: in the plural too, but not as a part of a longer one."""
     for longer in entries():
         if term != longer and term.lower() in longer.lower():
             text = re.sub(rf"(?i){re.escape(longer)}", lambda found: "_" * len(found[0]), text)
@@ -305,7 +305,7 @@ def test_an_old_address_of_a_chapter_leads_to_its_new_one() -> None:
 
 @each_chapter
 def test_a_chapter_opens_with_its_question_and_picture(path: Path) -> None:
-    """What is shown unfolded before the first figure is text; imports and the code of figures are folded."""
+    """Before the first figure only text is unfolded; imports and the code of figures are folded."""
     for cell in cells(path):
         if cell["id"] == "setup" or shows_a_picture(cell):
             assert "hide-input" in cell["metadata"].get("tags", []), cell["id"]

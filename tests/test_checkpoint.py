@@ -647,7 +647,7 @@ def test_numpy_is_not_needed() -> None:
 def loading_raises(
     state_of_rank: Callable[[int], Any], make_model: Any = Tangle, **options: Any
 ) -> list[Exception]:
-    """What each of two ranks raises from load_state_dict; then the optimizer trains on as if unasked."""
+    """Return each rank's error from load_state_dict, after which the optimizer trains on undisturbed."""
     run = Run(optim.AdamW, named, make_model)
     undisturbed, _ = run.plain(range(3))
 

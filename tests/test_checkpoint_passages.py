@@ -1,4 +1,4 @@
-"""What saving and loading take: by way, by machine, and beside memory that others have published."""
+"""The time and memory of saving and loading: by way, by machine, and beside published memory."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from zero_ref.simulator.cluster import cluster
 from zero_ref_course.notebook import Verdict
 
 CALLS = 60
-"""Of each command: some seconds all together. By hand many more: ZERO_REF_FUZZ_CALLS=5000."""
+"""The calls of each command: some seconds all together. By hand many more: ZERO_REF_FUZZ_CALLS=5000."""
 
 NUMBERS = ["0", "-1", "-4", "1", "2", "3", "7", "1.5", "1e3", "1e308", "1e-320", "nan", "inf", "-inf", "-0.0"]
 NUMBERS += [
@@ -120,7 +120,7 @@ COMMANDS = list(cli.make_parser()[1])
 
 
 class WorkBegan(BaseException):
-    """What is behind the checks would have begun."""
+    """All checks have passed, and the command's work would have begun."""
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +161,7 @@ def odd_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Ended(NamedTuple):
-    """How a call went; the code is None where work began."""
+    """The result of a call; the code is None if work began."""
 
     words: list[str]
     code: int | None
@@ -234,7 +234,7 @@ def odd(action: argparse.Action, draw: random.Random) -> str:
 
 
 def command_line(parser: argparse.ArgumentParser, draw: random.Random) -> list[str]:
-    """What is required and some of the other options, most with a usual word, one or two with an odd one."""
+    """Draw the required and some other options, most with a usual word, one or two with an odd one."""
     taken = [one for one in parser._actions if one.required and one.nargs != "*"]
     taken += [group_actions[0] for group_actions in required_groups(parser)]
     others = [one for one in parser._actions if one not in taken and one.dest != "help"]

@@ -334,7 +334,7 @@ def test_it_says_which_peak_it_counts_with(
 
 
 def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
-    """What is printed on standard error by a command that ends with code 2."""
+    """Run a command that must end with code 2, and return its text on standard error."""
     try:
         code: Any = cli.main(words)
     except SystemExit as ended:

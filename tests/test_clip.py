@@ -312,7 +312,7 @@ def test_parameters_cut_anywhere_give_torchs_total(cut: tuple[list[int], int, in
 
 
 def test_a_cut_follows_the_parameters_memory_where_the_gradients_is_another() -> None:
-    """Of a channels_last weight the first owner has every second element of a contiguous gradient."""
+    """The first owner of a channels_last weight has every second element of a contiguous gradient."""
 
     def on_rank(comm: Collectives) -> float:
         weight = nn.Parameter(torch.zeros(1, 2, 1, 2).to(memory_format=torch.channels_last))
@@ -671,7 +671,7 @@ def test_error_if_nonfinite_lets_finite_gradients_pass() -> None:
 
 
 Mistake = Callable[[ZeroRedundancyOptimizer, int], Any]
-"""What a rank calls, given the optimizer and its rank."""
+"""A wrong call, given the optimizer and the rank."""
 
 
 def a_sparse_gradient(zero: ZeroRedundancyOptimizer, rank: int) -> Any:

@@ -119,7 +119,7 @@ def test_who_owns_nothing_sends_everything() -> None:
 def sent_by_each_rank(
     op: str, backend: str, n: int, shares: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """What each rank sends and receives, rank by rank, of an exchange or where all ranks are alike."""
+    """Return the bytes that each rank sends and receives, of an exchange or if all ranks are alike."""
     total = sum(shares)
     if op == "exchange":
         return [total - own for own in shares], [own * (n - 1) for own in shares]

@@ -172,7 +172,7 @@ def test_in_a_group_with_two_backends_each_tensor_goes_by_that_of_its_device(
 
 
 def agreeing(*facts_of_rank: Any, action: str = "go") -> list[str]:
-    """What `agree` raises on each rank, as 'Type: text'; empty where it returns."""
+    """Return the error of `agree` on each rank, as 'Type: text'; empty where it returns."""
 
     def on_rank(comm: Collectives) -> str:
         try:

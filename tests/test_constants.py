@@ -23,7 +23,7 @@ PASSES = 2.75
 """`product_passes` of every GPU."""
 
 TRITON = 0.33 / 0.60
-"""What the attention of the fitted runs reaches, of what FlashAttention-2 does.
+"""The speed of attention in the fitted runs, over that of FlashAttention-2.
 
 llm-foundry's benchmarks use the first version in Triton (scripts/train/benchmarking/submit_benchmarks.py,
 `attn_impl`), which reaches 25 to 40% of an A100's peak by the paper on the second (arXiv:2307.08691).

@@ -180,7 +180,7 @@ FURTHER: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }
-"""What the mixtures and hybrids need beside SIZES."""
+"""The options of mixtures and hybrids beside SIZES."""
 
 OF_OTHERS: tuple[str, ...] = (
     "kimi_k2",
@@ -207,7 +207,7 @@ def made(kind: str, **changes: Any) -> Any:
 
 
 def said_by(config: Any, *without: str) -> dict[str, Any]:
-    """What its config.json says, with what the author of a model may have called otherwise."""
+    """Return the content of a config.json, with the names that a model's author may have given."""
     said = FURTHER.get(config.model_type, {}) | config.to_dict()
     return {key: value for key, value in said.items() if key not in without}
 
@@ -237,7 +237,7 @@ def test_options_add_the_biases_that_transformers_adds(kind: str, option: str) -
 
 @pytest.mark.parametrize("kind", [kind for kind in BUILT if kind in DENSE])
 def test_what_is_absent_is_what_transformers_takes(kind: str) -> None:
-    """Of the usual configuration, whose sizes are always written, nothing else need be."""
+    """Nothing of the usual configuration need be written but the sizes, which always are."""
     must_be_said = FAMILIES[kind].key_value_heads == 0
     without_head = kind in ("ministral", "hunyuan_v1_dense")  # whose modules need a head_dim
     needed = {"num_key_value_heads": 8} if must_be_said else {}

@@ -280,7 +280,7 @@ def test_of_all_stages_the_lanes_are_named_once_and_accumulated_passes_have_bars
 
 
 def held(drawing: Drawing) -> Counter[str]:
-    """How many boxes there are in the colour of each owner, and how many hatched ones by their hints."""
+    """Count the boxes in the colour of each owner, and the hatched boxes by their hints."""
     solid = (one.attrib["fill"] for one in found(drawing, "rect") if one.get("fill") in RANK_COLOURS)
     hatched = (hint(one) for one in found(drawing, "rect") if one.attrib["fill"].startswith("url"))
     return Counter([*solid, *hatched])

@@ -1,4 +1,4 @@
-"""How far ranks are apart: exactly 0 if they hold the same values, and never otherwise."""
+"""The distance between ranks: exactly 0 if they hold the same values, and never otherwise."""
 
 from __future__ import annotations
 

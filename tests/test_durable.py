@@ -1,4 +1,4 @@
-"""What is written is found again after a loss of power: each file and each folder that lists it is synced."""
+"""Saved files survive a loss of power: each file and each folder that lists it is synced."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_interrupted_replacement_leaves_the_file_before_and_the_next_one_succ
 
 
 def folders_in(synced: list[tuple[str, bool, list[str]]]) -> dict[str, list[str]]:
-    """What each folder held when it was synced last."""
+    """Return the names in each folder when it was synced last."""
     return {path: names for path, is_folder, names in synced if is_folder}
 
 

@@ -31,7 +31,7 @@ def make_model() -> nn.Module:
 
 
 def expected() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each parameter the master and the momentum after the two steps."""
+    """Return the master and the momentum of each parameter after the two steps."""
     values, first = [], 0
     for number, param in enumerate(make_model().parameters()):
         of_elements = torch.arange(param.numel())

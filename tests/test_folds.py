@@ -31,7 +31,7 @@ def tree_of(cell: dict[str, Any]) -> ast.Module:
 
 
 def printed_at_once(tree: ast.Module) -> list[str]:
-    """What a cell puts out when it is run, but for a prediction's box: calls of print, and its last value."""
+    """Return a cell's outputs but for a prediction's box: the calls of print, and its last value."""
     inside = {
         id(node) for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) for node in ast.walk(one)
     }

@@ -26,7 +26,7 @@ LARGE = SMALL_NUMEL + 8  # such a gradient is sent from where autograd has put i
 
 
 class Case(NamedTuple):
-    """What a run crosses. `zeroing` is by which call gradients are reset before each update."""
+    """The options that a run combines. `zeroing` is the call that resets gradients before each update."""
 
     keep_memory: bool
     reduce_dtype: torch.dtype | None

@@ -1,4 +1,4 @@
-"""Where a backward has left its gradients, and what may be done with them: without any ranks."""
+"""The place of the gradients after a backward, and the permitted uses of them: without any ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies on a rank: the formula against the ledger, partitions against the optimizer's state by rank."""
+"""The memory of a rank: the formula against the ledger, partitions against the optimizer's state by rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What separate operations keep where fused kernels keep less: counted, and as autograd keeps it."""
+"""The tensors that separate operations keep, where fused kernels keep fewer: counted, and by autograd."""
 
 from __future__ import annotations
 

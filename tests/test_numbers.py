@@ -31,7 +31,7 @@ LETTERS = [
     {"N": 7, "L": 1, "h": 16, "a": 1, "V": 100, "s": 6, "b": 1},
     {"N": 1024, "L": 96, "h": 12288, "a": 96, "V": 51200, "s": 2048, "b": 8},
 ]
-"""What a formula is checked at: small and odd, so that terms do not cancel, and as large as in the book."""
+"""Values for checking a formula: small and odd, so that terms do not cancel, and as large as in the book."""
 
 
 class Row(NamedTuple):
@@ -64,12 +64,12 @@ def rows_of(text: str) -> Iterator[Row]:
 
 
 def code_of(cell: str) -> list[str]:
-    """What stands in backticks, but for roles such as cite."""
+    """Return the texts in backticks, but for roles such as cite."""
     return re.findall(r"(?<!\})`([^`]+)`", cell)
 
 
 def names_of_the_page() -> dict[str, Any]:
-    """What the page's own import lines bring in."""
+    """Return the names that the page's own import lines define."""
     (imports,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.S)
     names: dict[str, Any] = {}
     exec(imports, names)
@@ -93,7 +93,7 @@ def is_as_printed(value: float, printed: str, rounding: str) -> bool:
 
 
 def disagreement(published: str, expression: str) -> str:
-    """What is wrong with a row; nothing if its expression gives what it prints."""
+    """Return the error in a row; empty if its expression has the printed value."""
     formula = code_of(published)
     if formula:
         for letters in LETTERS:

@@ -332,7 +332,7 @@ def test_stage_1_sends_2_psi_to_owners_and_3_psi_with_all_reduces(
 
 
 def averaged_bytes(params: Sequence[ParamSpec]) -> int:
-    """Of all that is trained, in the widest dtype among it."""
+    """Return the bytes of all trained parameters, in the widest dtype among them."""
     trained = [param for param in params if param.trainable]
     widest = max((nbytes_of(ParamSpec(1, param.dtype)) for param in trained), default=0)
     return widest * sum(param.numel for param in trained)

@@ -308,7 +308,7 @@ def test_options_that_the_local_constructor_computes_are_those_of_the_plain_one(
 
 
 def start_values_differ(change: Callable[[nn.Module], None], **options: Any) -> str:
-    """What each rank warns of, once in two steps, if `change` is made to the model of rank 1."""
+    """Return the warning of each rank, once in two steps, if `change` is made to the model of rank 1."""
 
     def on_rank(comm: Collectives) -> Snapshot:
         model = Tangle()
@@ -718,7 +718,7 @@ def test_broadcast_dtype_rounds_what_others_own_and_nothing_else(partition: str,
 def step_beyond(
     comm: Collectives, values: dict[str, float], dtype: torch.dtype, **options: Any
 ) -> tuple[str, Snapshot]:
-    """What a step raises that brings one element of each of these parameters to this value."""
+    """Return the error of a step that gives one element of each of these parameters this value."""
     model = Tangle()
     optimizer = zero(comm, model.named_parameters(), optim.SGD, lr=1.0, broadcast_dtype=dtype, **options)
     for name, param in model.named_parameters():
@@ -1383,7 +1383,7 @@ def test_parameters_train_on_after_a_constructor_that_raised() -> None:
 
 
 def calls_of_steps(world_size: int, **options: Any) -> list[list[Call]]:
-    """What rank 0's second step sends, for a model of four trainable parameters and a frozen one."""
+    """Return the calls of rank 0's second step, for a model of four trainable parameters and a frozen one."""
 
     def on_rank(comm: Collectives) -> list[Call]:
         params = [nn.Parameter(torch.ones(shape)) for shape in ((100, 4), (200,), (0, 5))]

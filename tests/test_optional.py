@@ -1,4 +1,4 @@
-"""What is optional stays optional: a plain install is this package and torch."""
+"""Optional packages stay optional: a plain install is this package and torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ print("of extras:", *sorted({name.partition(".")[0] for name in sys.modules} & s
 
 
 def import_all(*kept_out: str) -> list[list[str]]:
-    """What cannot be imported, and for want of what; last, the packages of extras that came along."""
+    """Return the modules that cannot be imported, with the missing packages; last, imported extras."""
     every = ",".join({*PULLED_BY_CLIENTS, *set().union(*EXTRAS.values())})
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL, ",".join(kept_out), every],

@@ -378,7 +378,7 @@ def test_a_filter_that_fails_or_differs_on_one_rank_raises_on_all() -> None:
 
 
 def consolidated(comm: Collectives, to: Any) -> Any:
-    """What each rank has: its state dict, or what it says in place of one."""
+    """Return the state dict of each rank, or the error in its place."""
     model = Tangle()
     optimizer = OSS(model.parameters(), optim.AdamW, comm)
     for _ in train(model, optimizer, range(2)):

@@ -47,7 +47,7 @@ def lab(colour: str, matrix) -> tuple[float, float, float]:
 
 
 def apart(one: str, other: str, matrix) -> float:
-    """How far apart two colours look: CIE76's delta E. About 2.3 is just noticeable (Mahy et al., 1994)."""
+    """Return CIE76's delta E of two colours. About 2.3 is just noticeable (Mahy et al., 1994)."""
     return sum((a - b) ** 2 for a, b in zip(lab(one, matrix), lab(other, matrix))) ** 0.5
 
 

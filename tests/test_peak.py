@@ -166,7 +166,7 @@ def by_hand_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """What is run: a Llama, its batch, and how."""
+    """A step of a Llama: its batch, and its options."""
 
     model: Llama
     batch: int

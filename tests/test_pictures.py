@@ -1,4 +1,4 @@
-"""What all pictures promise: the same bytes each time, text inside and on no other text, known colours."""
+"""All pictures have the same bytes each time, text inside and on no other text, known colours."""
 
 from __future__ import annotations
 

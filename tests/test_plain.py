@@ -1,4 +1,4 @@
-"""What a class is given stands by itself: captions and equation numbers in the text, no link to a file."""
+"""Notebooks for a class stand by themselves: captions and equation numbers in the text, no link to a file."""
 
 from __future__ import annotations
 

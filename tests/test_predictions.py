@@ -150,7 +150,7 @@ def boxes_of(path: Path) -> tuple[list[dict[str, Any]], dict[str, int]]:
 
 
 def forms(value: float | str) -> list[str]:
-    """How an answer may stand in text or code: 4.187 also as 4.19 and 4.2, 1234 also as 1,234 and 1_234."""
+    """Return the forms of an answer in text or code: 4.187 also as 4.19 and 4.2, 1234 as 1,234 and 1_234."""
     if isinstance(value, str):
         return []
     found = {f"{value:{mark}.{places}f}" for places in range(4) for mark in ("", ",", "_")} | {f"{value:.3g}"}

@@ -1,4 +1,4 @@
-"""What is installed and what runs elsewhere is named exactly: versions with hashes, actions by commit."""
+"""Requirements are exact: versions of packages with hashes, actions of workflows by commit."""
 
 from __future__ import annotations
 

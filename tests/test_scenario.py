@@ -241,7 +241,7 @@ def test_compiling_keeps_less() -> None:
 
 
 def test_the_allocators_share_is_fitted_to_two_runs() -> None:
-    """Of the hundredths the one with the least error, the larger of the two: torchtitan's 8B on 8 H100."""
+    """The share is the hundredth with the least error, the larger of the two: torchtitan's 8B on 8 H100."""
     titan = Scenario(
         MODELS["llama3-8b"],
         cluster("h100-96-ib"),

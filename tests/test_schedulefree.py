@@ -76,7 +76,7 @@ def test_masters_and_state_in_files(
 
 
 def goes_on(model: nn.Module, optimizer: Any) -> list[Any]:
-    """What the parameters are at the start, after two more updates, and in the evaluation after them."""
+    """Return the parameters at the start, after two more updates, and in the evaluation after them."""
     seen = [snapshot(model)]
     optimizer.train()
     seen += [snapshot(model) for _ in train(model, optimizer, range(3, 5))]

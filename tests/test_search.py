@@ -202,7 +202,7 @@ def test_all_is_found_that_runs_one_by_one_would_find(narrow: None) -> None:
 def test_each_further_batch_takes_as_long_as_the_one_before(
     strategy: str, cluster: str, no_sync: bool
 ) -> None:
-    """What lets a long accumulation be timed by its first STEADY batches."""
+    """So a long accumulation can be timed by its first STEADY batches."""
     scenario = Scenario(MODELS["gpt2"], CLUSTERS[cluster], 16, sequence=128, no_sync=no_sync)
     for group in (None, 4) if recipe(strategy).in_groups else (None,):
         fewer, steady, more = (

@@ -1,4 +1,4 @@
-"""What a comparison hangs on: by hand, and by property."""
+"""The sensitivity of a comparison to its inputs: by hand, and by property."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def of_zero_ref() -> Parser:
 
 
 def options_of(parser: Parser) -> dict[str, tuple[Any, ...]]:
-    """What argparse knows of each option; of a function that converts words, its name."""
+    """Return argparse's values of each option; of a function that converts words, the name."""
     return {
         action.option_strings[-1]: (
             *(type(action), action.dest, action.nargs, action.default, action.required),

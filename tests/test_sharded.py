@@ -113,7 +113,7 @@ def resume_at(world_size: int, directory: Path, make_model: Any = Tangle, **opti
 
 
 def unsharded(*args: Any, **options: Any) -> tuple[dict[str, Any], list[Snapshot]]:
-    """Of the plain optimizer the state after two steps, and the parameters after each of two more."""
+    """Return the plain optimizer's state after two steps, and the parameters after each of two more."""
     plain = Run(*args, **options)
     first, middle = plain.plain(TWO)
     return middle, plain.plain(FOUR, first[-1], middle)[0]
@@ -1169,7 +1169,7 @@ def test_a_small_table_cannot_make_ranks_allocate_much(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """What a rank ends with that others only notice."""
+    """The end of a rank, which the others only notice."""
 
 
 @pytest.mark.parametrize("as_view", [False, True])

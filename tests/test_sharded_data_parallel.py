@@ -1359,7 +1359,7 @@ def test_a_rank_that_leaves_out_a_step_meets_the_others_in_it(
 
 
 def leaving_out_a_step(update: int) -> str:
-    """What this rank raises if rank 1 leaves out that step."""
+    """Return this rank's error if rank 1 leaves out that step."""
     _, zero, sharded = wrapped(None, filled(nn.Sequential(nn.Linear(8, 8))))
 
     def train() -> None:

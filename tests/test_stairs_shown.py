@@ -1,4 +1,4 @@
-"""What the book shows of a stair is computed from the files, and stands in the chapters in reading order."""
+"""The book's views of stairs are computed from the files, and stand in the chapters in reading order."""
 
 from __future__ import annotations
 

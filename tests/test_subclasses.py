@@ -164,7 +164,7 @@ def zero(comm: Collectives, kind: Any = HalvedMomentum, **options: Any) -> ZeroR
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
-    """Of the same types through and through, with equal tensors in the same order in memory."""
+    """Assert the same types at all levels, and equal tensors with the same order in memory."""
     assert type(ours) is type(theirs)
     if isinstance(theirs, dict):
         assert list(ours) == list(theirs)

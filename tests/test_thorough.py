@@ -1,4 +1,4 @@
-"""`make test` leaves out only more of what it has, the PDF, and the wheel by itself."""
+"""`make test` leaves out only further cases of tests that it has, the PDF, and the wheel by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILES = [
     if "mark.thorough" in path.read_text(encoding="utf-8")
     and path.stem not in ("test_thorough", "test_pdf", "test_wheel_alone")
 ]
-"""What is made once a day stands apart: the PDF of the book and the wheel of the package."""
+"""Files with thorough tests, but those of the PDF and the wheel, which are made once a day."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

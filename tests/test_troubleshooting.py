@@ -33,7 +33,7 @@ FENCED = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 PROSE = FENCED.sub("", PAGE)
 
 QUOTES = [" ".join(line[2:].split()) for line in PROSE.splitlines() if line.startswith("> ")]
-"""What the package is quoted with: lines that begin with "> ", with … for what varies."""
+"""The quoted messages of the package: lines that begin with "> ", with … for parts that vary."""
 
 COMMANDS = [
     shlex.split(line)

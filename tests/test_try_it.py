@@ -44,7 +44,7 @@ def tried(path: Path) -> list[int]:
 
 
 def before_of(path: Path, place: int) -> list[str]:
-    """What runs before a cell, in code."""
+    """Return the pieces of code that run before a cell."""
     cells = cells_of(path)
     others = {cells[one]["id"]: try_it.trial(cells, one)["source"] for one in tried(path)}
     pieces = try_it.trial(cells, place)["before"]
@@ -77,7 +77,7 @@ def test_a_cell_to_try_is_shown_and_has_an_output_to_compare() -> None:
 
 @pytest.fixture(scope="session")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a page fetches: the package's modules of the standard library."""
+    """The archive that a page fetches: the package's modules of the standard library."""
     folder = tmp_path_factory.mktemp("html")
     (folder / "_static" / "live").mkdir(parents=True)
     explorer.write_modules(SimpleNamespace(outdir=folder, builder=SimpleNamespace(format="html")), None)

@@ -23,7 +23,7 @@ DO_NOT_FIT_AND_RAN = {"bigscience", "llmq", "megatron-bridge", "narayanan"}
 computes logits in parts."""
 
 WORST = {"time": 0.30, "memory": 0.15}
-"""What is off by more than this is explained on the page."""
+"""Errors above these are explained on the page."""
 
 
 def figures(*parts: tuple[str, float, float]) -> Validation:
@@ -100,7 +100,7 @@ def test_every_published_figure_is_compared() -> None:
 
 
 def test_the_simulators_intervals_are_what_the_published_runs_give() -> None:
-    """Where this fails after a change of the simulator, write what it prints into spread.py."""
+    """If this fails after a change of the simulator, write the printed values into spread.py."""
     for figure, constant in (("time", TIME), ("memory", MEMORY)):
         computed = validate().spread(figure)
         assert (round(computed.low, 3), round(computed.high, 3)) == (constant.low, constant.high)

@@ -89,7 +89,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*words: str | Path, cwd: Path, code: int = 0) -> str:
-    """What a program prints. It sees nothing of the clone that the test runs in."""
+    """Run a program that sees nothing of the test's clone, and return the text that it prints."""
     ended = subprocess.run(
         words, cwd=cwd, capture_output=True, text=True, timeout=600, env={"PATH": "/usr/bin:/bin"}
     )

@@ -219,7 +219,7 @@ DIFFERS: dict[Case, float] = {
     ("gpt2-xl", "rtx4090-10gbe", 16, 1, 1): 0.14,
     ("gpt2-xl", "rtx4090-10gbe", 16, 4, 8): 0.06,
 }
-"""Where the tree's advice takes more than ALIKE longer than the fastest way, by how much, and why."""
+"""The cases in which the tree's advice takes more than ALIKE longer than the fastest way, and by how much."""
 
 
 def cases(models: tuple[str, ...], ranks: tuple[int, ...]) -> Iterator[Case]:

@@ -31,7 +31,7 @@ class Handle:
 
 
 class Screen:
-    """What a cell displays."""
+    """The objects that a cell displays."""
 
     def __init__(self) -> None:
         self.displayed: list[object] = []

@@ -37,7 +37,7 @@ def load_script() -> ModuleType:
 
 
 def of_jupyter_book() -> dict[str, Any]:
-    """What jupyter-book gives to Sphinx."""
+    """Return the settings that jupyter-book gives to Sphinx."""
     config = pytest.importorskip("jupyter_book.config")
     path = list(sys.path)
     found, _ = config.get_final_config(

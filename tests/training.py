@@ -1,4 +1,4 @@
-"""What the optimizer's tests train: an awkward model, data that differ by rank, and a plain run to equal.
+"""Training for the optimizer's tests: an awkward model, data that differ by rank, and a plain run to equal.
 
 A test writes its training as a script, a generator that yields after each update:
 
@@ -47,7 +47,7 @@ Groups = Callable[[nn.Module], Any]
 
 
 def caught(function: Callable[[], Any]) -> str:
-    """What `function` raises, as 'Type: text', or "nothing"."""
+    """Return the error of `function`, as 'Type: text', or "nothing"."""
     try:
         function()
     except Exception as error:
@@ -56,9 +56,9 @@ def caught(function: Callable[[], Any]) -> str:
 
 
 def in_a_hurry(prepare: Callable[[Any], T]) -> T:
-    """What `prepare(group)` returns, for a group with as short a time-out as that takes; all ranks call this.
+    """Return `prepare(group)`, for a group with the shortest time-out that suffices; all ranks call this.
 
-    Half a second is enough where nothing else runs. On a busy machine it is tried again with a longer one.
+    Half a second is enough if nothing else runs. On a busy machine longer time-outs are tried.
     """
     prepared, done = None, False
     for seconds in (0.5, 2, 8, 32, 128):
@@ -410,7 +410,7 @@ class Run:
 
 
 def ring_early(comm: Any) -> list[dict[int, str]]:
-    """What a rank hears in updates 2, 3 and 4 where rank 1 has rung of the third."""
+    """Return the alarms that a rank hears in updates 2, 3 and 4, if rank 1 has rung for the third."""
     alarm = comm.open_channel(0, {torch.device("cpu")})
     if comm.rank == 1:
         alarm.ring("lost", 3)
@@ -448,7 +448,7 @@ class Listing(optim.SGD):
 
 
 class OnMasters(optim.Optimizer):
-    """What `master_dtype=torch.float32` must be equal to: copies that every rank keeps, and steps, whole."""
+    """The reference for `master_dtype=torch.float32`: every rank keeps and steps whole copies in 32 bits."""
 
     def __init__(self, params: Any, optimizer_class: Any, rounding: str = "nearest", **options: Any) -> None:
         self.rounding, self.used = rounding, set[int]()

@@ -1,4 +1,4 @@
-"""How long an explorer of the book takes from the press of its button to the first answer.
+"""Measure the time of an explorer of the book from the press of its button to the first answer.
 
     make book && .venv/bin/python tests/browser/explorer_start.py
 

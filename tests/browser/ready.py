@@ -32,7 +32,7 @@ AXE_SCRIPT = Path(__file__).resolve().parent / AXE.folder / "axe.min.js"
 
 
 def what_is_missing() -> str:
-    """What keeps the pages from being checked here: empty if nothing does."""
+    """Return the reason why pages cannot be checked on this machine; empty if they can."""
     chromium = find_chromium()
     if chromium is None:
         return "install Chromium or Google Chrome, or name one in the variable CHROMIUM"

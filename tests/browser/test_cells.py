@@ -74,7 +74,7 @@ def result(cell: Locator) -> str:
 
 
 def told(page: Page, cell: Locator) -> tuple[list[str], str]:
-    """What runs before a cell, and the cell's own code, as the page has it."""
+    """Return the code that a page runs before a cell, and the cell's own code."""
     found = page.evaluate(
         """cell => {
             const trial = (script) => JSON.parse(script.textContent);

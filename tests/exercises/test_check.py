@@ -1,4 +1,4 @@
-"""What `check` does with an answer, whatever the answer does."""
+"""`check` grades any answer, whatever the answer does."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Wrong(NamedTuple):
 
 
 def wrong_answers(chapter: str) -> Iterator[Wrong]:
-    """Those of the chapter's module: in CHANGED changes of solutions, in WRONG whole functions."""
+    """Yield the wrong answers of a chapter: from CHANGED changed solutions, from WRONG whole functions."""
     module = import_module(f"wrong_{chapter}")
     for exercise, rows in module.CHANGED.items():
         for row in rows:
@@ -80,7 +80,7 @@ OF_A_BUCKET = ("start_reduction", "start_broadcast")
 """Methods of DDP's bucket, as a hook is given it."""
 
 LEAST = 20
-"""Of the exercises, so many communicate or draw at least."""
+"""The least number of exercises that communicate or draw."""
 
 WAITS = {
     "ranks_with_nothing_return",

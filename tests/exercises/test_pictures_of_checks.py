@@ -81,7 +81,7 @@ def test_a_right_answer_and_a_wrong_one_are_drawn_above_what_is_right(name: str)
 
 @pytest.fixture
 def displayed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What a check displays; the exercise `test.loads` draws two lists of loads."""
+    """The objects that a check displays; the exercise `test.loads` draws two lists of loads."""
     exercises()
     monkeypatch.setattr(course, "_registered", dict(course._registered))
     draws = course._registered["partition.even_split"].draws

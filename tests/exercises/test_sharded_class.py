@@ -19,7 +19,7 @@ RIGHT = Path(__file__).with_name("sharded_class.py").read_text(encoding="utf-8")
 
 
 class Wrong(NamedTuple):
-    """What stands in place of what, which check fails of it, and a part of its message."""
+    """A mistake: `new` in place of `old`, the check that it fails, and a part of the check's message."""
 
     name: str
     old: str

@@ -336,4 +336,4 @@ CHANGED = {
          "made parameters torch.float32"),
     ],
 }  # fmt: skip
-"""Of which stair's answer, and which rung's check: the mistakes."""
+"""The mistakes, by the stair that they are made in and the rung that finds them."""

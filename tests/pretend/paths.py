@@ -1,4 +1,4 @@
-"""What the package does on ranks, as programs that run on the pretend device and on the CPU alike.
+"""The package's paths on ranks, as programs that run on the pretend device and on the CPU alike.
 
 Each takes a `Place` and trains a small model. On the device `place.watch` notes what goes wrong within its
 block; on the CPU it does nothing, and the parameters at the end are what the device's have to equal.
@@ -51,7 +51,7 @@ ANY = ""
 
 @dataclass
 class Place:
-    """Where a program runs, and what was found there."""
+    """The device and group of a program, and the errors that were found there."""
 
     device: torch.device
     group: Any
@@ -282,7 +282,7 @@ def offload(place: Place, **options: Any) -> list[torch.Tensor]:
 
 @path
 def state(place: Place, **options: Any) -> list[torch.Tensor]:
-    """What is done between steps: gathered, loaded, cut anew, saved in shards, frozen, extended."""
+    """Gather, load, cut anew, save in shards, freeze and extend between steps."""
     model = place.model()
     wrapped = ddp(place, model)
     zero = adamw(model.parameters(), place, **options)

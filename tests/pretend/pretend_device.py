@@ -56,7 +56,7 @@ class Stream:
         self.clock[self.stream_id] = 0
 
     def join(self, clock: Clock) -> None:
-        """What follows in this stream comes after all that the clock has seen."""
+        """Order the following work of this stream after everything that the clock has seen."""
         for stream, count in clock.items():
             self.clock[stream] = max(self.clock.get(stream, 0), count)
 
@@ -121,7 +121,7 @@ class Block:
 
 
 class Gpu:
-    """What has happened on the device."""
+    """The streams and memory of the device, and the errors found in their use."""
 
     def __init__(self) -> None:
         self.default, self.host = Stream(), Stream()
@@ -139,7 +139,7 @@ class Gpu:
         self.to_host: list[int] = []  # bytes of each copy to the host
 
     def findings(self) -> dict[str, list[str]]:
-        """What went wrong, each place once."""
+        """Return the errors by kind, each place once."""
         all_of = {"waits": self.waits, "races": self.races, "frees": self.frees}
         return {kind: sorted(set(found)) for kind, found in all_of.items() if found}
 
@@ -380,7 +380,7 @@ def _raw(value: Any) -> Any:
 
 
 def _copies(name: str, args: Any, kwargs: Any, to_cpu: bool) -> Iterator[tuple[Any, Any, bool]]:
-    """What the operation copies: to, from, and whether the host need not wait."""
+    """Yield the copies of an operation: to, from, and whether the host need not wait."""
     if name == "copy_":
         yield args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
     elif name == "_foreach_copy_":
@@ -478,7 +478,7 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 
 
 def _module() -> types.ModuleType:
-    """What torch.cuda is for CUDA."""
+    """Return the module of the device, as torch.cuda is for CUDA."""
     module = types.ModuleType(f"torch.{NAME}")
     module.__dict__.update(
         Stream=Stream,

@@ -243,7 +243,7 @@ class PretendGroup(dist.ProcessGroup):
         return self._launch("recv", [], [tensor], lambda: self._meet([], [(tensor, src)]), tensors)
 
     def batch(self, operations: Sequence[dist.P2POp]) -> list[Any]:
-        """What `batch_isend_irecv` does: all of them together, of which none waits for another."""
+        """Start all operations together, as `batch_isend_irecv` does; none waits for another."""
         if not isinstance(operations[0].tensor, PretendTensor):
             return real_batch(operations)
         sends = [(one.tensor, one.group_peer) for one in operations if one.op is dist.isend]

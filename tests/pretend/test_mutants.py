@@ -211,7 +211,7 @@ MISTAKES: dict[Callable[[], Patch], tuple[str, dict[str, Any], bool, str]] = {
 
 
 def with_mistake(mistake: Callable[[], Patch], name: str, options: dict[str, Any], mixed: bool) -> Any:
-    """What is found on this rank: places by kind, or the text of an error."""
+    """Return the findings on this rank: places by kind, or the text of an error."""
     pretend_group.register()
     try:
         with mistake():

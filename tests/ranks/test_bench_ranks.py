@@ -25,7 +25,7 @@ NUMEL = 4096
 
 
 def turns_of_three() -> tuple[list[str], dict[str, Taken]]:
-    """What ran on this rank, in order, and what came out; each rank spoils its own random numbers before."""
+    """Return the calls on this rank, in order, and the samples; each rank first seeds its random numbers."""
     random.seed(dist.get_rank())
     ran: list[str] = []
     flat = torch.ones(NUMEL)

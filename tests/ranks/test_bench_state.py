@@ -62,7 +62,7 @@ def test_peers_gather_and_load_beside_ours_and_all_ranks_know_the_same() -> None
 
 
 def gathered_by(spoil_on_rank: int | None) -> str | None:
-    """What the check says of two optimizers, one of which has a wrong value on a rank."""
+    """Return the difference that the check finds between two optimizers, one with a wrong value on a rank."""
     optimizers = {}
     for name in ("zero_ref", "torch"):
         params = list(SMALL.make().parameters())
@@ -150,7 +150,7 @@ def test_our_forms_and_the_peers_are_constructed_as_often_as_asked() -> None:
 
 
 def parameters_constructed_on() -> tuple[int, int, int]:
-    """How many optimizers were made; the different first parameters they got; how many of those are left."""
+    """Count the optimizers made, the different first parameters that they got, and those still alive."""
     seen: list[weakref.ref[torch.Tensor]] = []
 
     def make(params: Sequence[torch.Tensor]) -> Optimizer:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 SIZE = GPTConfig(layers=1, heads=2, width=16, context=8)
 SUITES = {"sync": training.sync, "iteration": training.iteration}
 HEADERS = 0.01
-"""Of Gloo's messages: some fifty bytes for each of the two tensors of a layer, which are 66 kB."""
+"""The share of headers in Gloo's messages: some fifty bytes for each of a layer's two tensors of 66 kB."""
 
 
 def noise(width: int) -> Callable[[int, int], list[tuple[torch.Tensor, ...]]]:

@@ -27,7 +27,7 @@ LIMIT = 0.1
 
 
 class Trained(NamedTuple):
-    """What a run leaves: the total norm and the parameters after each step, the scaler's last scale."""
+    """The results of a run: the total norm and the parameters after each step, the scaler's last scale."""
 
     totals: list[float]
     snapshots: list[Snapshot]
@@ -35,7 +35,7 @@ class Trained(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """How the sharded run is made, and whether it equals the plain one bit for bit."""
+    """The options of a sharded run, and whether it equals the plain one bit for bit."""
 
     partition: Any
     as_view: bool

@@ -170,7 +170,7 @@ def ours_goes_on(path: Path, **options: Any) -> tuple[list[Snapshot], Any]:
 
 
 def list_of_state(optimizer: ZeroRedundancyOptimizer) -> list[int]:
-    """How many elements of state this rank has."""
+    """Return the number of elements of state on this rank."""
     return sum(value.numel() for of in optimizer.optim.state.values() for value in of.values() if value.ndim)
 
 
@@ -264,7 +264,7 @@ def test_slices_of_one_parameter_on_one_rank_count_their_own_steps(tmp_path: Pat
 
 
 def middle() -> tuple[Snapshot, Any]:
-    """Of the plain optimizer on one process: parameters after step 1, and the state by names."""
+    """Return the plain optimizer's parameters and state by names after step 1, on one process."""
     model = Parts()
     optimizer = AdamW(groups(model))
     (_, values) = steps(model, optimizer, range(2))
@@ -333,7 +333,7 @@ def gets_and_sets() -> list[tuple[list[Snapshot], bool]]:
 
 
 def sets_without_keys(state: Any) -> list[str]:
-    """What torch's function ends with before a step and after it, and where rank 0 or all have the whole."""
+    """Return the errors of torch's function before a step, after it, and once rank 0 or all gathered it."""
     model, optimizer = ours()
     said = []
     for gather_to in (None, "nobody", 0, "all"):

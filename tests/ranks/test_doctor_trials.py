@@ -287,5 +287,5 @@ def test_the_command_says_of_the_pages_programs_what_the_page_says(tmp_path, mon
 
 
 def numbers(report):
-    """Of a report with one departure, the last is what rounding explains."""
+    """Return the numbers of a report with one departure; the last one is explained by rounding."""
     return [float(one) for one in re.findall(NUMBER, report)]

@@ -59,7 +59,7 @@ def start(script: str, arguments: Sequence[str], store_port: int) -> None:
 
 
 def new_store() -> dist.TCPStore:
-    """Where the ranks of one start meet; a port chosen here is not taken by another process meanwhile."""
+    """Return a store for the ranks of one start; this process keeps its port, so no other can take it."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -161,7 +161,7 @@ def test_a_script_without_overlap_gives_what_torchs_class_gives(tmp_path: Path) 
 
 
 def resume_plainly(script: str, batches: Sequence[int]) -> dict[str, Any]:
-    """What the script saves, with the plain optimizer."""
+    """Return the values that the script saves, from a training with the plain optimizer."""
     parts = runpy.run_path(script, run_name="parts")
     ddp = DDP(parts["make_model"]())
     embedding, *others = ddp.parameters()

@@ -155,7 +155,7 @@ def test_ranks_that_make_different_calls_are_told() -> None:
 
 
 def mistakes(optimizer: ZeroRedundancyOptimizer, own: Any, other: Any) -> list[tuple[str, Callable[[], Any]]]:
-    """What is wrong, as every rank's message has it, and the call. `own` and `other` are checkpoints."""
+    """Return wrong calls, each with a part of every rank's message. `own` and `other` are checkpoints."""
     rank = optimizer.rank
 
     def new(numel: int = 2) -> list[tuple[str, nn.Parameter]]:
@@ -309,7 +309,7 @@ def test_a_rank_that_raises_ends_the_call_with_its_error_first(happening: Any) -
 
 
 def fail_and_recover(failing: list[int]) -> tuple[list[str], bool]:
-    """What steps raise where the local step fails on these ranks, and whether they then train as plain."""
+    """Return the errors of steps in which some ranks fail, and whether training then goes on as plain."""
     plain, model = Tangle(), Tangle()
     reference = optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, momentum=0.9)

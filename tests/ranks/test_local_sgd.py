@@ -332,7 +332,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(world_size: int, case: 
 
 
 def from_torch(case: Case) -> tuple[Trace, Trace]:
-    """What torch's class has saved between two averages, loaded into ours."""
+    """Load a state that torch's class has saved between two averages into ours, and train both on."""
     theirs = Job(case.as_torch())
     theirs.train(STEPS[:6])
     ours = Job(case)

@@ -43,7 +43,7 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "fairscale_oss.py"
 def unsharded(
     params: Any, optim: type[Optimizer], broadcast_fp16: bool = False, **defaults: Any
 ) -> Optimizer:
-    """What FairScale's OSS stands for: the optimizer itself, with OSS's methods."""
+    """Return the optimizer that FairScale's OSS shards, with OSS's methods."""
 
     class Unsharded(optim):  # type: ignore[misc, valid-type]
         def clip_grad_norm(self, max_norm: float) -> torch.Tensor:

@@ -92,10 +92,10 @@ def as_usual(job: Job, ddp: Any, optimizer: Any) -> Iterator[None]:
 
 @dataclass
 class Job:
-    """What is trained, and in which way. `loop` is the user's program; it yields after each update.
+    """A training, and its way. `loop` is the user's program; it yields after each update.
 
     Args:
-        way: what makes the hook that steps; None where only gradients go to their owners.
+        way: makes the hook that steps; None if gradients only go to their owners.
         reduction: the hook that reduces, or a key of TO_OWNERS.
         zero: options of ZeroRedundancyOptimizer.
         state: of the hooks, when they are registered.
@@ -663,7 +663,7 @@ def clipped(job: Job, ddp: Any, optimizer: Any) -> Iterator[None]:
 
 
 def clipped_jobs() -> int:
-    """Of whole parameters, whose norms are added up as torch adds them up."""
+    """Clip whole parameters, whose norms are added up as torch adds them up."""
     return assert_equals_plain(
         *(
             Job(
@@ -1113,7 +1113,7 @@ def test_neither_gradients_nor_the_model_are_kept_alive() -> None:
 
 
 def refusals_at_construction(way: Any) -> dict[str, str]:
-    """What each message should hold, and the message."""
+    """Return the refusals' messages, each by a part that it must contain."""
     plain = ZeroRedundancyOptimizer(Tangle().parameters(), optim.SGD, lr=0.1)
     ddp: Any = DDP(Tangle())
     odd = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]

@@ -536,7 +536,7 @@ def test_a_default_device_has_what_names_none_and_what_a_call_brings_along(
 
 
 def listening_addresses() -> set[str]:
-    """Of this process, as /proc/net writes them."""
+    """Return the addresses on which this process listens, as /proc/net writes them."""
     descriptors = Path("/proc/self/fd")
     inodes = set()
     for fd in os.listdir(descriptors):

@@ -72,7 +72,7 @@ pytestmark = pytest.mark.ranks
 
 
 RUNS = [[slice(0, 1), slice(2, 3), slice(4, 6)], [slice(1, 2), slice(3, 4)], []]
-"""Of each rank's part of a bucket of six elements. Rank 2 owns nothing."""
+"""The runs of each rank's part of a bucket of six elements. Rank 2 owns nothing."""
 
 
 def bucket_on(comm: Collectives, way: type[ToOwners]) -> tuple[list[float], list[float], bool, Any]:
@@ -475,7 +475,7 @@ def test_a_rank_whose_parameters_nobody_has_used_learns_of_nothing_and_holds_nob
 
 
 def refusals() -> dict[str, str]:
-    """What each message should hold, and the message; then training goes on."""
+    """Return the refusals' messages, each by a part that it must contain; then training goes on."""
     messages = {}
 
     ddp, zero = made(None, OWNERS)
@@ -514,7 +514,7 @@ def refusals() -> dict[str, str]:
 
 
 def second_backwards(are_views: bool, buckets: dict[str, Any]) -> list[str]:
-    """What the next backward raises, whatever was done to the gradients of the last one.
+    """Return the errors of the next backward, after different treatments of the last one's gradients.
 
     DDP builds its buckets in the first backward and makes others of them before the second.
     """
@@ -598,7 +598,7 @@ def test_gradients_that_each_rank_has_changed_by_itself_are_refused_on_all_ranks
 
 
 def added_by_another_backward() -> list[str]:
-    """What a step and a norm say after a second backward that reduced nothing, or was refused."""
+    """Return the errors of a step and a norm after a second backward that reduced nothing, or was refused."""
     backwards: list[Callable[[Any], Any]] = [
         under_no_sync,
         lambda ddp: backward(ddp.module),

@@ -1,4 +1,4 @@
-"""What RPC workers send: every message and every byte, counted at the sender."""
+"""The meter of RPC workers: every message and every byte, counted at the sender."""
 
 from __future__ import annotations
 

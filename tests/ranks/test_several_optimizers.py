@@ -47,7 +47,7 @@ CLASSES: list[tuple[Any, dict[str, Any]]] = [
 
 @dataclass
 class Pair:
-    """What two optimizers train. `loop` is the user's program, which yields after each update.
+    """A training by two optimizers. `loop` is the user's program, which yields after each update.
 
     Args:
         way: makes the hook that steps in backward; None where the program calls `step`.
@@ -310,7 +310,7 @@ def test_in_a_join_two_optimizers_are_clipped_by_those_that_have_data() -> None:
 
 
 def second_backwards(are_views: bool) -> list[str]:
-    """What a backward raises if one of the optimizers still has its gradients, and if none has."""
+    """Return the errors of a backward if one of the optimizers still has gradients, and if none has."""
     raised = []
     for left, before in itertools.product(([0], [1], []), (0, 2)):
         pair = Pair(as_usual, ddp={"gradient_as_bucket_view": are_views})
@@ -337,7 +337,7 @@ def test_a_backward_that_adds_to_gradients_of_one_optimizer_is_refused(are_views
 
 
 def refusals() -> dict[str, str]:
-    """What each message should hold, and the message."""
+    """Return the refusals' messages, each by a part that it must contain."""
     world, rank = dist.get_world_size(), dist.get_rank()
     few, alone = dist.new_group([0, 1]), [dist.new_group([member]) for member in range(world)][rank]
     model = Tangle()
@@ -465,7 +465,7 @@ class Experts:
         (self.dense(x) + self.expert(x)).square().mean().backward()
 
     def torchs_norm(self, norm_type: float) -> torch.Tensor:
-        """Of the gradients of all experts, which this rank receives from the first rank of each group."""
+        """Return torch's norm over all experts' gradients, received from the first rank of each group."""
         grads = [param.grad for param in self.dense.parameters()]
         for first in range(0, dist.get_world_size(), 2):
             for param in self.expert.parameters():

@@ -233,7 +233,7 @@ ITERATIONS = 2
 
 
 def sent_in(iterate: Callable[[], None], times: int = ITERATIONS) -> int | None:
-    """What this rank sends in some iterations. As `bytes_sent_by`: barriers keep others' out of the count."""
+    """Return the bytes that this rank sends in some iterations; barriers keep others out of the count."""
     dist.barrier()
     before = sent_bytes()
     for _ in range(times):
@@ -293,7 +293,7 @@ def test_the_models_are_of_many_kinds() -> None:
 
 WARM_UP, PERIOD = 2, 3
 STEPS = range(1, 9)
-"""Of the warm-up the second step, with DDP's final buckets, and then several averages."""
+"""The steps counted: the second of the warm-up, with DDP's final buckets, and then several averages."""
 
 
 def averagings(world_size: int) -> dict[str, AveragingSchedule]:

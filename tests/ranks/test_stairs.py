@@ -252,7 +252,7 @@ def test_a_stair_equals_the_complete_optimizer(stair: str, world_size: int) -> N
 
 
 def in_a_subgroup(stair: str) -> None:
-    """Of ranks that are not 0..N-1: the last comes first."""
+    """Train in a subgroup, whose ranks are not 0..N-1."""
     group = dist.new_group([1, 2])
     if dist.get_rank() > 0:
         train_both(stair, Layers, ADAMW, group=group)

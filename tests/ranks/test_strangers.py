@@ -36,7 +36,7 @@ NOBODY = 65534
 
 @contextlib.contextmanager
 def another_user() -> Iterator[None]:
-    """What this process opens meanwhile belongs to another user, and it may do what that one may."""
+    """Make this process act as another user: with that user's rights, and as owner of the files it makes."""
     os.seteuid(NOBODY)
     try:
         yield
@@ -45,7 +45,7 @@ def another_user() -> Iterator[None]:
 
 
 def ports_of(pid: int) -> set[int]:
-    """Where a process listens, for TCP and as abstract Unix sockets do (as -1)."""
+    """Return the TCP ports on which a process listens, and -1 if it has an abstract Unix socket."""
     own = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
@@ -180,7 +180,7 @@ def test_a_pool_whose_folder_was_cleared_away_is_replaced() -> None:
 
 
 def unsealed() -> bytes:
-    """What torch sends for a call, as somebody would make it who does not know the secret."""
+    """Return torch's message for a call, made without the secret."""
     pickler = internal._internal_rpc_pickler
     return type(pickler).serialize(pickler, internal.PythonUDF(os.getpid, (), {}))[0]
 

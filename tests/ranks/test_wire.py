@@ -1,4 +1,4 @@
-"""What Gloo's collectives put on the wire, counted on each rank's own connections, beside `traffic`."""
+"""The bytes of Gloo's collectives on the wire, counted on each rank's own connections, equal `traffic`."""
 
 from __future__ import annotations
 
