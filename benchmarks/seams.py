@@ -32,7 +32,7 @@ ROOT = Path(
 ).resolve()
 PACKAGE = ROOT / "zero_ref"
 
-CORE = ("plan", "comm", "shard", "optimizer", "backward", "state", "clip", "local_sgd", "dropin")
+CORE = ("plan", "comm", "shard", "state", "optimizer", "backward", "files", "clip", "local_sgd", "dropin")
 STAIRS = ("stairs", "minimal")
 FOLDERS = ("zero_ref", "zero_ref_course", "benchmarks", "tests")
 

@@ -33,7 +33,7 @@ PEAKS = 3
 
 # How each is made to free what it has gathered.
 FORGET: dict[str, Callable[[Any], None]] = {
-    "zero_ref": lambda optimizer: setattr(optimizer.whole, "gathered", None),
+    "zero_ref": lambda optimizer: optimizer.whole.forget_gathered(),
     "torch": lambda optimizer: setattr(optimizer, "_all_state_dicts", []),
     "fairscale": lambda optimizer: setattr(optimizer, "_all_states", []),
 }

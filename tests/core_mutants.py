@@ -241,21 +241,21 @@ MUTANTS = [
     # -------------------------------------------------------------------------------------------- optimizer
     Mutant(
         "parts that were not stepped together are saved",
-        "optimizer/gather.py",
+        "state/gather.py",
         "if numel != params[param].numel():",
         "if numel > params[param].numel():",
         CHECKPOINT,
     ),
     Mutant(
         "the loaded state is the caller's memory",
-        "optimizer/checkpoint.py",
+        "state/checkpoint.py",
         "[own.piece.start : own.piece.stop].clone()",
         "[own.piece.start : own.piece.stop]",
         CHECKPOINT,
     ),
     Mutant(
         "a checkpoint's parameters are taken in its own order",
-        "optimizer/checkpoint.py",
+        "state/checkpoint.py",
         '"params": [place[name][1] for name in names]}',
         '"params": saved_groups[source]["params"]}',
         CHECKPOINT,
@@ -342,10 +342,10 @@ MUTANTS = [
     ),
     Mutant(
         "a checksum is computed and not compared",
-        "state/files.py",
+        "files/shard_files.py",
         "if hashlib.sha256(block).hexdigest() != expected:",
         "if not hashlib.sha256(block).hexdigest():",
-        ("tests/test_files.py", "tests/test_sharded.py", "-k", "damage or flip or byte or bit"),
+        ("tests/test_shard_files.py", "tests/test_sharded.py", "-k", "damage or flip or byte or bit"),
     ),
     # -------------------------------------------------------------------------------------------- local SGD
     Mutant(

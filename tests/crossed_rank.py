@@ -31,12 +31,12 @@ from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_i
 from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.clip import grad_norm
 from zero_ref.comm.backend import as_collectives
+from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
 from zero_ref.plan.rules import equal_shares
 from zero_ref.shard import offload
 from zero_ref.shard.buckets import flat_like, flat_view
-from zero_ref.state.sharded import load_sharded, save_sharded
 
 offload.PIECE_NBYTES, offload.SMALL_NBYTES = 2**10, 2**8  # so that these small shards have several pieces
 

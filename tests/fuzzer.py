@@ -43,6 +43,7 @@ from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_i
 from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.clip.grad_norm import clip_grad_norm_
 from zero_ref.comm.backend import as_collectives
+from zero_ref.files.sharded import load_sharded, save_sharded, save_sharded_async
 from zero_ref.lab import ranks, virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
@@ -50,7 +51,6 @@ from zero_ref.plan.rules import equal_shares
 from zero_ref.shard import offload
 from zero_ref.shard.buckets import flat_view
 from zero_ref.shard.rounding import ROUNDINGS
-from zero_ref.state.sharded import load_sharded, save_sharded, save_sharded_async
 
 Options = dict[str, Any]
 KERNELS: tuple[Options, ...] = ({}, {"foreach": True}, {"foreach": False})

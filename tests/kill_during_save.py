@@ -39,9 +39,9 @@ import torch
 from torch import nn
 
 from zero_ref import ZeroRedundancyOptimizer
+from zero_ref.files.saves import TABLE
+from zero_ref.files.sharded import load_sharded, save_sharded, save_sharded_async
 from zero_ref.lab import ranks
-from zero_ref.state.saves import TABLE
-from zero_ref.state.sharded import load_sharded, save_sharded, save_sharded_async
 
 TIMEOUT = 240.0
 """The seconds of a call; a collective gives up after 80% of them. A guard: no call comes near it."""

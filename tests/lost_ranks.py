@@ -35,13 +35,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from zero_ref.files.saves import saves_in
+from zero_ref.files.shard_files import read_tables
 from zero_ref.lab import ranks
 from zero_ref.lab.checkpoints import STEPS, Stretch, counted, newest_step, repeated_steps, stretches
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.patience import patience
 from zero_ref.lab.train import train
-from zero_ref.state.files import read_tables
-from zero_ref.state.saves import saves_in
 
 ROOT = Path(__file__).resolve().parent.parent
 EVERY = 20

@@ -34,9 +34,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_ref.comm.collectives import Collectives
+from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.state.sharded import load_sharded, save_sharded
 
 FILE = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "optimizers.json"
 PACKAGES = ["torch", "torchao", "bitsandbytes", "pytorch_optimizer"]

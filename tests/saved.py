@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_ref.state.saves import Save, saves_in
+from zero_ref.files.saves import Save, saves_in
 
 
 def newest_complete(directory: Path) -> Save:

@@ -13,12 +13,12 @@ from training import Tangle, assert_same, fill_gradients, ring_early, run_script
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.dropin.oss import OSS
+from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
 from zero_ref.optimizer.accord import number_on
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import CHECK, Call, ordinary
-from zero_ref.state.sharded import load_sharded, save_sharded
 
 Make = Callable[[Any, Collectives], ZeroRedundancyOptimizer]
 

@@ -37,12 +37,12 @@ from training import (
 )
 
 from zero_ref.comm.collectives import Collectives
+from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
-from zero_ref.optimizer import checkpoint, gather
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
-from zero_ref.state.sharded import load_sharded, save_sharded
+from zero_ref.state import checkpoint, gather
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:

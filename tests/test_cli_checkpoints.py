@@ -14,10 +14,10 @@ import torch
 from zero_ref import cli
 from zero_ref.cli import checkpoints
 from zero_ref.comm.collectives import Collectives
+from zero_ref.files.saves import MARK, sealed
+from zero_ref.files.sharded import save_sharded
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.state.saves import MARK, sealed
-from zero_ref.state.sharded import save_sharded
 
 
 @pytest.fixture

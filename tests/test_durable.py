@@ -11,12 +11,12 @@ import torch
 from torch import nn, optim
 
 from zero_ref.comm.collectives import Collectives
+from zero_ref.files import durable
+from zero_ref.files.durable import make_directory, open_regular, read_regular, replacing
+from zero_ref.files.sharded import save_sharded
 from zero_ref.lab import checkpoints, virtual
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.state import durable
-from zero_ref.state.durable import make_directory, open_regular, read_regular, replacing
-from zero_ref.state.sharded import save_sharded
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from torch import nn, optim
 
 from zero_ref.cli.checkpoints import listed
 from zero_ref.comm.collectives import Collectives
+from zero_ref.files.saves import saves_in
+from zero_ref.files.shard_files import verify
+from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.owned import MASTER
-from zero_ref.state.files import verify
-from zero_ref.state.saves import saves_in
-from zero_ref.state.sharded import load_sharded, save_sharded
 
 SAVES = Path(__file__).parent / "earlier_saves"
 

@@ -12,6 +12,7 @@ import pytest
 from running_page import PAGE, commands
 
 from zero_ref.cli import main
+from zero_ref.files.saves import sealed
 from zero_ref.lab import elastic, ranks
 from zero_ref.lab.checkpoints import (
     STEPS,
@@ -28,7 +29,6 @@ from zero_ref.lab.checkpoints import (
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.train import main as torchrun_main
 from zero_ref.simulator.recipe import RECIPES
-from zero_ref.state.saves import sealed
 
 CONFIG = TrainConfig("zero-even", 100, checkpoint_dir="run7", elastic=True)
 NOTES = {

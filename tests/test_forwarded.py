@@ -29,9 +29,9 @@ from training import (
 
 from zero_ref import OSS, ShardedDataParallel, consolidation_callback
 from zero_ref.comm.collectives import Collectives
+from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.state.sharded import load_sharded, save_sharded
 
 EVERY_MODE = [*MODES, ("balanced", False), ("equal_shares", True)]
 

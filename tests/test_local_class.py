@@ -11,10 +11,10 @@ import torch
 from torch import nn, optim
 
 from zero_ref.comm.collectives import Collectives
+from zero_ref.files.sharded import save_sharded
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.rules import even
-from zero_ref.state.sharded import save_sharded
 
 SHAPES = [(64, 32), (8, 48), (16, 16), (100, 3), (32,), (301,), (), (500, 4)]
 Values = list[torch.Tensor]

@@ -12,10 +12,10 @@ import torch
 from torch import nn, optim
 
 from zero_ref.comm.collectives import Collectives
+from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.lab import ranks, virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard import offload
-from zero_ref.state.sharded import load_sharded, save_sharded
 
 SHAPES = [(300, 128), (64, 32), (), (512, 64), (33,), (128, 256)]
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}

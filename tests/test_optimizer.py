@@ -40,6 +40,7 @@ from training import (
 )
 
 from zero_ref.comm.collectives import Collectives
+from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording, state_bytes
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -49,7 +50,6 @@ from zero_ref.plan.rules import from_lists
 from zero_ref.shard import checks
 from zero_ref.shard.buckets import flat_view
 from zero_ref.shard.digests import WORDS, digests
-from zero_ref.state.sharded import load_sharded, save_sharded
 
 WHOLE_MODES = [(partition, view) for partition in WHOLE for view in (False, True)]
 TWO_MODES: list[tuple[Any, bool]] = [("sorted_greedy", False), ("even", True)]
@@ -1593,7 +1593,7 @@ def test_logs_figures_at_the_debug_level_that_torch_has(caplog: pytest.LogCaptur
 
 @pytest.mark.ranks
 def test_importing_it_prints_no_warnings() -> None:
-    modules = ("optimizer.zero_redundancy_optimizer", "optimizer.checkpoint", "lab.meter", "lab.virtual")
+    modules = ("optimizer.zero_redundancy_optimizer", "state.checkpoint", "lab.meter", "lab.virtual")
     code = "import " + ", ".join(f"zero_ref.{module}" for module in modules)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=600

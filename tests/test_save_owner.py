@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from zero_ref.state import save_owner
-from zero_ref.state.save_owner import JOB_NAMES, OWNER, Owner, become_owner
-from zero_ref.state.saves import sealed
+from zero_ref.files import save_owner
+from zero_ref.files.save_owner import JOB_NAMES, OWNER, Owner, become_owner
+from zero_ref.files.saves import sealed
 
 
 @pytest.fixture(autouse=True)

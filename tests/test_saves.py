@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from saved import newest_complete
 
-from zero_ref.state import saves
-from zero_ref.state.files import newest_intact
-from zero_ref.state.saves import (
+from zero_ref.files import saves
+from zero_ref.files.saves import (
     FORMAT,
     MARK,
     DamagedError,
@@ -25,6 +24,7 @@ from zero_ref.state.saves import (
     saves_in,
     sealed,
 )
+from zero_ref.files.shard_files import newest_intact
 
 
 def complete(folder: Path) -> Path:

@@ -25,9 +25,9 @@ from training import (
 )
 
 from zero_ref.comm.collectives import Collectives
+from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.state.sharded import load_sharded, save_sharded
 
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (official.AdamWScheduleFree, {"lr": 0.01, "warmup_steps": 3, "weight_decay": 0.1}),

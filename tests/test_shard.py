@@ -14,12 +14,12 @@ from torch import nn, optim
 from training import Listing, OnMasters
 
 from zero_ref.comm.collectives import Collectives
+from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.rules import equal_shares
 from zero_ref.shard.owned import MASTER
 from zero_ref.shard.stepper import GradientSource
-from zero_ref.state.sharded import load_sharded, save_sharded
 
 SHAPES = [(64, 32), (32,), (48, 16), (301,), ()]
 DTYPES = [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16, torch.float16]

@@ -40,15 +40,15 @@ from training import (
 )
 
 from zero_ref.comm.collectives import Collectives
+from zero_ref.files import save_owner, shard_files, sharded
+from zero_ref.files.saves import sealed
+from zero_ref.files.shard_files import ShardWriter
+from zero_ref.files.sharded import load_sharded, save_sharded, save_sharded_async
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import from_lists
-from zero_ref.state import files, save_owner, sharded
-from zero_ref.state.files import ShardWriter
-from zero_ref.state.saves import sealed
-from zero_ref.state.sharded import load_sharded, save_sharded, save_sharded_async
 
 TWO, FOUR = range(2), range(2, 4)
 """The steps before the checkpoint, and those after it."""
@@ -247,8 +247,8 @@ def test_tensors_are_named_after_their_parameters(tmp_path: Path) -> None:
         save_sharded(optimizer, tmp_path)
 
     virtual.run(save, 1, timeout=120)
-    _, tables, _ = files.newest_intact(tmp_path, None, {})
-    reader = files.ShardReader(tmp_path / "save-00000001", tables)
+    _, tables, _ = shard_files.newest_intact(tmp_path, None, {})
+    reader = shard_files.ShardReader(tmp_path / "save-00000001", tables)
     names = {f"{kind}{param}{key}" for param in ("weight", "bias") for kind, key in
              (("parameters.", ""), ("state.", ".momentum_buffer"))}  # fmt: skip
     assert set(reader.tensors) == names
@@ -445,7 +445,7 @@ def test_each_rank_reads_the_bytes_that_it_owns_and_only_rank_0_all_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As the alignment of `even`: with blocks of the usual size each piece would be one.
-    monkeypatch.setattr(files, "BLOCK_NBYTES", 4 * 64)
+    monkeypatch.setattr(shard_files, "BLOCK_NBYTES", 4 * 64)
     save_at(4, tmp_path, partition="even")
     opened: dict[int, dict[str, int]] = {}
 
@@ -468,11 +468,11 @@ def test_each_rank_reads_the_bytes_that_it_owns_and_only_rank_0_all_tables(
             self.log[self.name] = self.log.get(self.name, 0) + count
             return count
 
-    monkeypatch.setattr(files, "open_regular", Counting)
+    monkeypatch.setattr(shard_files, "open_regular", Counting)
     tables_read: list[int] = []
-    read = files.read_sealed
+    read = shard_files.read_sealed
     monkeypatch.setattr(
-        files, "read_sealed", lambda *args: (tables_read.append(threading.get_ident()), read(*args))[1]
+        shard_files, "read_sealed", lambda *args: (tables_read.append(threading.get_ident()), read(*args))[1]
     )
 
     def load(comm: Collectives) -> tuple[int, int, dict[str, int]]:
@@ -646,7 +646,7 @@ def test_a_file_that_one_rank_cannot_read_makes_all_raise_and_leaves_all_as_they
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_at(2, tmp_path)
-    read = files._read
+    read = shard_files._read
 
     def refused(file: Any, *args: Any) -> None:
         if threading.current_thread() is second[0]:
@@ -654,7 +654,7 @@ def test_a_file_that_one_rank_cannot_read_makes_all_raise_and_leaves_all_as_they
         read(file, *args)
 
     second: list[threading.Thread] = []
-    monkeypatch.setattr(files, "_read", refused)
+    monkeypatch.setattr(shard_files, "_read", refused)
 
     def on_rank(comm: Collectives) -> str:
         trainee = Trainee(comm, partition="even")

@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_ref.comm.collectives import Collectives
+from zero_ref.files.dcp import StatefulOptimizer
+from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard import subclasses
-from zero_ref.state.dcp import StatefulOptimizer
-from zero_ref.state.sharded import load_sharded, save_sharded
 
 
 class Halved(torch.Tensor):

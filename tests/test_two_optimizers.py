@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 from zero_ref.comm.collectives import Collectives
+from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import state_bytes
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -18,7 +19,6 @@ from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.plan.rules import from_lists, newton_schulz_operations
 from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref.simulator.models import matrices_whole, shapes, specs
-from zero_ref.state.sharded import load_sharded, save_sharded
 
 OTHERS = [(32,), (301,), (), (500, 4)]
 MATRICES = [(64, 32), (8, 48), (16, 16), (100, 3)]

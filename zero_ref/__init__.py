@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from zero_ref.dropin.clients import consolidation_callback, consolidation_hook
     from zero_ref.dropin.oss import OSS
     from zero_ref.dropin.rpc_optimizer import DistributedOptimizer
+    from zero_ref.files.dcp import OptimizerToLoad, StatefulOptimizer
+    from zero_ref.files.sharded import PendingSave, load_sharded, save_sharded, save_sharded_async
     from zero_ref.local_sgd.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
     from zero_ref.local_sgd.averaging import AveragingSchedule
     from zero_ref.local_sgd.optimizer import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
         sorted_greedy,
     )
     from zero_ref.state.compact import compact
-    from zero_ref.state.dcp import OptimizerToLoad, StatefulOptimizer
-    from zero_ref.state.sharded import PendingSave, load_sharded, save_sharded, save_sharded_async
 
 __version__ = "0.1.0"
 
@@ -82,12 +82,12 @@ _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.rules") | {
     "ShardedDataParallel": "zero_ref.backward.sharded_data_parallel",
     "hook_with_zero_step": "zero_ref.backward.overlap",
     "hook_with_zero_step_interleaved": "zero_ref.backward.overlap",
-    "save_sharded": "zero_ref.state.sharded",
-    "save_sharded_async": "zero_ref.state.sharded",
-    "PendingSave": "zero_ref.state.sharded",
-    "load_sharded": "zero_ref.state.sharded",
-    "StatefulOptimizer": "zero_ref.state.dcp",
-    "OptimizerToLoad": "zero_ref.state.dcp",
+    "save_sharded": "zero_ref.files.sharded",
+    "save_sharded_async": "zero_ref.files.sharded",
+    "PendingSave": "zero_ref.files.sharded",
+    "load_sharded": "zero_ref.files.sharded",
+    "StatefulOptimizer": "zero_ref.files.dcp",
+    "OptimizerToLoad": "zero_ref.files.dcp",
     "compact": "zero_ref.state.compact",
     "clip_grad_norm_": "zero_ref.clip.grad_norm",
     "get_total_norm": "zero_ref.clip.grad_norm",

@@ -32,11 +32,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import SGD, AdamW
 from training import Snapshot, assert_same, filled
 
+from zero_ref.files.dcp import OptimizerToLoad, StatefulOptimizer
 from zero_ref.lab.ranks import run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import from_lists
-from zero_ref.state.dcp import OptimizerToLoad, StatefulOptimizer
 
 pytestmark = pytest.mark.ranks
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from zero_ref.files.save_owner import OWNER, Owner
+from zero_ref.files.saves import sealed
 from zero_ref.lab import elastic, ranks
 from zero_ref.lab.checkpoints import Stretch, counted, stretches
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.logs import StepDone
 from zero_ref.lab.train import Measured, train
-from zero_ref.state.save_owner import OWNER, Owner
-from zero_ref.state.saves import sealed
 
 pytestmark = pytest.mark.ranks
 

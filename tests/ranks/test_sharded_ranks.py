@@ -30,11 +30,11 @@ from training import (
     train,
 )
 
+from zero_ref.files.shard_files import ShardWriter
+from zero_ref.files.sharded import load_sharded, save_sharded, save_sharded_async
 from zero_ref.lab.ranks import RankError, run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
-from zero_ref.state.files import ShardWriter
-from zero_ref.state.sharded import load_sharded, save_sharded, save_sharded_async
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
@@ -150,8 +150,8 @@ LAST_WORDS = """
 import sys, torch
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.state.sharded import save_sharded_async
-from zero_ref.state.files import ShardWriter
+from zero_ref.files.sharded import save_sharded_async
+from zero_ref.files.shard_files import ShardWriter
 import time
 write = ShardWriter.write_data
 ShardWriter.write_data = lambda *args: (time.sleep(0.5), write(*args))[1]

@@ -54,7 +54,7 @@ def listed(directory: Path, verify: bool = False) -> list[dict[str, Any]]:
     Args:
         verify: read the data too, not only the tables.
     """
-    from zero_ref.state import files, saves
+    from zero_ref.files import saves, shard_files
 
     found = []
     for save in saves.saves_in(directory):
@@ -71,8 +71,8 @@ def listed(directory: Path, verify: bool = False) -> list[dict[str, Any]]:
             entry["state"] = f"incomplete: lacks {save.lacks}"
         else:
             try:
-                entry["notes"] = files.read_tables(save)[0]["contents"]["notes"]
-                entry["problems"] = files.verify(save) if verify else []
+                entry["notes"] = shard_files.read_tables(save)[0]["contents"]["notes"]
+                entry["problems"] = shard_files.verify(save) if verify else []
             except (saves.DamagedError, KeyError, TypeError) as error:
                 entry["problems"] = [str(error)]
             if entry["problems"]:

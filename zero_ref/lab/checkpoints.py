@@ -20,15 +20,15 @@ import torch.distributed as dist
 
 from zero_ref.comm.agreement import agree
 from zero_ref.comm.backend import as_collectives
+from zero_ref.files.durable import make_directory, replacing
+from zero_ref.files.saves import DamagedError, saves_in
+from zero_ref.files.shard_files import read_tables
+from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.lab import stage_3
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.model import GPT
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.owned import MASTER
-from zero_ref.state.durable import make_directory, replacing
-from zero_ref.state.files import read_tables
-from zero_ref.state.saves import DamagedError, saves_in
-from zero_ref.state.sharded import load_sharded, save_sharded
 
 STEPS = "steps.jsonl"
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
+from zero_ref.files.saves import saves_in
 from zero_ref.lab._arguments import (
     LARGEST_SEED,
     OutputFile,
@@ -31,7 +32,6 @@ from zero_ref.simulator.options import (
     used_values,
 )
 from zero_ref.simulator.recipe import RECIPES, Recipe, recipe
-from zero_ref.state.saves import saves_in
 
 VOCABULARY = 256
 """One token for each byte."""

@@ -8,9 +8,6 @@
 - `closure`: a closure inside the step;
 - `join`: uneven inputs;
 - `forwarded`: `train` and `eval` of the wrapped class, called on all ranks;
-- `own_saves`: what one sharded save or load leaves the next;
-- `whole`: the state of the unsharded optimizer;
-- `gather`: state from shards onto one rank or all;
-- `checkpoint`: what a checkpoint must have to be loaded;
-- `entries`: how state travels and is stored.
+- `zero`: the part of the optimizer that its modules use;
+- `own_saves`: what one sharded save or load leaves the next.
 """

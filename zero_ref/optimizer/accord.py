@@ -16,15 +16,11 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
-import torch
-from torch.optim import Optimizer
-
 from zero_ref.comm.agreement import Fact, agreement
 from zero_ref.comm.collectives import Alarm, Collectives
 from zero_ref.optimizer.start_values import compare_start_values
 from zero_ref.plan.calls import CHECK
 from zero_ref.shard.built import Built
-from zero_ref.shard.groups import ParamGroup, describe_options, plain
 
 # Ranks construct the optimizers of a group in the same order, so they number them alike without
 # communicating.
@@ -168,6 +164,15 @@ class Accord:
             "Load a sharded checkpoint with its parameters, or start again."
         )
 
+    def note_loaded(self, rounded: int) -> None:
+        """Note that all ranks have loaded a state, so that no earlier update is lost any more.
+
+        Args:
+            rounded: the number of parameters, from the first, whose start values ranks do not compare.
+        """
+        self.lost = {}
+        self.compared = max(self.compared, rounded)
+
     def note_partial_call(self, call: str, failed: Sequence[int]) -> None:
         """Note that a call of the local optimizer's class raised on these ranks and not on the others."""
         self.uncertain = (
@@ -185,27 +190,3 @@ class Accord:
         except BaseException:
             self.uncertain = self.uncertain or before
             raise
-
-
-def facts_of_options(param_groups: Sequence[ParamGroup], optim: Optimizer) -> list[str]:
-    """The facts that must be equal at any time: options, and state that belongs to no single parameter.
-
-    If a local optimizer computes such a state from all its parameters, the state differs between ranks, since
-    each rank has other parameters; then the ranks do not make the same update together.
-    """
-    remedy = (
-        "Set options alike on every rank, such as by a scheduler on each. If your program has not set this "
-        f"one, {type(optim).__name__} computes it from all parameters that it has, and cannot be sharded: "
-        "use an optimizer that updates each parameter by itself."
-    )
-    lines = [
-        f"group {index}: {option}"
-        for index, group in enumerate(param_groups)
-        for option in describe_options(group)
-    ]
-    lines += [
-        f"state {key!r}: {plain(value)!r}"
-        for key, value in optim.state.items()
-        if (value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float, str)))
-    ]
-    return [Fact(line, remedy) for line in lines]

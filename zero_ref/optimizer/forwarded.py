@@ -17,7 +17,7 @@ import torch
 
 from zero_ref.comm.agreement import agree, agreement
 from zero_ref.comm.objects import gather_bytes
-from zero_ref.optimizer.whole import Zero
+from zero_ref.optimizer.zero import Zero
 from zero_ref.shard.buckets import broadcast_messages, messages_by_parameter, messages_within
 from zero_ref.shard.digests import digests
 from zero_ref.shard.groups import replace_options

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zero_ref.comm.agreement import agree, agreement
-from zero_ref.optimizer.accord import facts_of_options
-from zero_ref.optimizer.whole import Zero
+from zero_ref.optimizer.zero import Zero
 from zero_ref.plan.choice import loads_under, plan_partition
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.shard.buckets import check_can_be_flattened
 from zero_ref.shard.built import Built
-from zero_ref.shard.checks import check_can_be_sharded, check_is_class, facts_of
+from zero_ref.shard.checks import check_can_be_sharded, check_is_class, facts_of, facts_of_options
 from zero_ref.shard.groups import (
     ParamGroup,
     ids_in,
@@ -154,7 +153,7 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
     shard.owned = [*shard.owned, *owned]
     zero.built = replace(built, params=tuple(params), specs=tuple(specs), partition=partition, places=[])
     registered.listed = ids_in(zero.param_groups)
-    zero.whole.gathered = None
+    zero.whole.forget_gathered()
     _rebuild(zero, partition)
 
 

@@ -60,6 +60,13 @@ class Registered:
         """The specs of the current parameters, for a partition by the rule `choice`."""
         return specs_of(param_groups, stays_whole(self.optimizer_class, self.elementwise, may_cut(choice)))
 
+    def unsharded(self, params_of_groups: Sequence[list[torch.Tensor]]) -> Optimizer:
+        """Make the optimizer that the user would have without shards, on these parameters of each group."""
+        groups = [
+            {**given, "params": params} for given, params in zip(self.given, params_of_groups, strict=True)
+        ]
+        return self.optimizer_class(groups, **self.defaults)
+
     def check_listed(self, param_groups: Sequence[ParamGroup], rank: int) -> None:
         """Refuse parameter groups that list other parameters than these, or in another order.
 

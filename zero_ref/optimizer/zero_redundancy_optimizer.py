@@ -28,17 +28,17 @@ from zero_ref.comm.agreement import agreement
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.optimizer import join, plans
-from zero_ref.optimizer.accord import Accord, facts_of_options, number_on
+from zero_ref.optimizer.accord import Accord, number_on
 from zero_ref.optimizer.closure import UserClosure
 from zero_ref.optimizer.forwarded import method_of
 from zero_ref.optimizer.own_saves import OwnSaves
 from zero_ref.optimizer.registered import Registered
-from zero_ref.optimizer.whole import WholeState
 from zero_ref.plan.choice import Choice
 from zero_ref.plan.partition import Partition
 from zero_ref.shard.arriving import Arriving
 from zero_ref.shard.buckets import finish_broadcasts, start_broadcasts
 from zero_ref.shard.built import Built, places_of
+from zero_ref.shard.checks import facts_of_options
 from zero_ref.shard.gradients import WHOLE, Backward, check_no_scaler
 from zero_ref.shard.groups import ids_in, options_of, replace_options
 from zero_ref.shard.local_state import SliceState, StateOfParameters
@@ -46,6 +46,7 @@ from zero_ref.shard.offload import StatePlace
 from zero_ref.shard.rounding import Masters
 from zero_ref.shard.shard import Shard, log_share
 from zero_ref.shard.stepper import GradientSource
+from zero_ref.state.whole import WholeState
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -305,9 +306,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @_disable_dynamo
     def begin_update(self) -> None:
         """Follow the user's changes since the last update, and compare what must be equal on all ranks."""
-        self.whole.gathered = None  # the update makes it out of date
         built = self.current()
         self.accord.before_update(built, self.standing_facts)
+        self.whole.note_change()
         replace_options(self.param_groups, self.shard.optim.param_groups)
 
     def exchange(self, expected: Sequence[PendingCall | None]) -> None:

@@ -15,6 +15,7 @@ from itertools import chain, pairwise
 import torch
 from torch.optim import Optimizer
 
+from zero_ref.comm.agreement import Fact
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.shard.buckets import flat_view
 from zero_ref.shard.groups import (
@@ -22,6 +23,7 @@ from zero_ref.shard.groups import (
     describe_options,
     name_of,
     params_of,
+    plain,
 )
 
 ELEMENTWISE: dict[type[Optimizer], bool] = {
@@ -206,3 +208,27 @@ def fact_of(partition: Partition) -> str:
 
 def _described(value: object) -> str:
     return f"the object {type(value).__name__}(...)" if isinstance(value, Optimizer) else repr(value)
+
+
+def facts_of_options(param_groups: Sequence[ParamGroup], optim: Optimizer) -> list[str]:
+    """The facts that must be equal at any time: options, and state that belongs to no single parameter.
+
+    If a local optimizer computes such a state from all its parameters, the state differs between ranks, since
+    each rank has other parameters; then the ranks do not make the same update together.
+    """
+    remedy = (
+        "Set options alike on every rank, such as by a scheduler on each. If your program has not set this "
+        f"one, {type(optim).__name__} computes it from all parameters that it has, and cannot be sharded: "
+        "use an optimizer that updates each parameter by itself."
+    )
+    lines = [
+        f"group {index}: {option}"
+        for index, group in enumerate(param_groups)
+        for option in describe_options(group)
+    ]
+    lines += [
+        f"state {key!r}: {plain(value)!r}"
+        for key, value in optim.state.items()
+        if (value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float, str)))
+    ]
+    return [Fact(line, remedy) for line in lines]

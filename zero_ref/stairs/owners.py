@@ -6,7 +6,7 @@ the new values to all others. Each rank keeps 1/N of the optimizer state.
 
 The other stairs add one idea each: `buckets.py`, `overlap.py`, `shards.py`, `checkpoint.py`. The rest of the
 package computes the same updates and adds what a training run needs: any partition (`plan/`), groups that
-change (`optimizer/`), the same error on all ranks instead of a hang (`comm/`), and saves in parts (`state/`).
+change (`optimizer/`), the same error on all ranks instead of a hang (`comm/`), and saves in parts (`files/`).
 """
 
 from __future__ import annotations

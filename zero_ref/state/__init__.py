@@ -1,12 +1,8 @@
-"""Checkpoints in files, of which each rank writes its own part.
+"""The state dict of the unsharded optimizer, gathered from all shards and cut into them.
 
-- `sharded`: `save_sharded` and `load_sharded`;
-- `contents`: what a rank stores;
-- `files`: its two files, with checksums;
-- `saves`: the folders of saves;
-- `save_owner`: which job saves there;
-- `durable`: files that survive a loss of power;
-- `compact`: state dicts in memory of their own;
-- `dcp`: the same for torch.distributed.checkpoint;
-- `flat_slices`: slices of flat tensors, as that checkpoint sees them.
+- `whole`: the state of the unsharded optimizer;
+- `gather`: state from shards onto one rank or all;
+- `checkpoint`: what a checkpoint must have to be loaded;
+- `entries`: how state travels and is stored;
+- `compact`: state dicts in memory of their own.
 """

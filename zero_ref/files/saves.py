@@ -35,7 +35,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_ref.state.durable import open_regular, read_regular, replacing, sync_folder
+from zero_ref.files.durable import open_regular, read_regular, replacing, sync_folder
 
 FORMAT = "zero_ref sharded checkpoint 2"
 MARK = "save.json"

@@ -24,16 +24,16 @@ from typing import Any
 
 import torch
 
-from zero_ref.optimizer import checkpoint
-from zero_ref.optimizer.entries import Entry, State, allocate, dtype_of, pack_slice, plain_state
+from zero_ref.files.saves import damage_in
+from zero_ref.files.shard_files import Ranges, ShardReader
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like, flat_view
 from zero_ref.shard.groups import dtype_name
 from zero_ref.shard.owned import MASTER, OwnedSlice
 from zero_ref.shard.rounding import Masters
-from zero_ref.state.files import Ranges, ShardReader
-from zero_ref.state.saves import damage_in
+from zero_ref.state import checkpoint
+from zero_ref.state.entries import Entry, State, allocate, dtype_of, pack_slice, plain_state
 
 
 def ranges_to_save(

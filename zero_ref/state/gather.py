@@ -18,9 +18,9 @@ from zero_ref.comm.agreement import agreement
 from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.comm.devices import CPU
 from zero_ref.comm.objects import broadcast_json, exchange_json
-from zero_ref.optimizer.entries import Entry, Packed, State, allocate, dtype_of
 from zero_ref.plan.parcels import PARCEL_NBYTES, parcels
 from zero_ref.shard import subclasses
+from zero_ref.state.entries import Entry, Packed, State, allocate, dtype_of
 
 
 @torch.no_grad()

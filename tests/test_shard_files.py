@@ -21,10 +21,10 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings, strategies as st
 from saved import newest_complete
 
-from zero_ref.state import durable, files
-from zero_ref.state.files import Ranges, ShardReader, ShardWriter, read_tables, verify
-from zero_ref.state.flat_slices import FlatSlices
-from zero_ref.state.saves import MARK, Mark, Save, look_at, sealed
+from zero_ref.files import durable, shard_files
+from zero_ref.files.flat_slices import FlatSlices
+from zero_ref.files.saves import MARK, Mark, Save, look_at, sealed
+from zero_ref.files.shard_files import Ranges, ShardReader, ShardWriter, read_tables, verify
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.int16]
 DTYPES += [torch.uint8, torch.bool, torch.float8_e4m3fn]
@@ -153,10 +153,10 @@ class CountingFile:
 def test_exactly_the_blocks_asked_for_are_read_and_no_other_file_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "BLOCK_NBYTES", 8)  # two elements
+    monkeypatch.setattr(shard_files, "BLOCK_NBYTES", 8)  # two elements
     reader = reader_of(two_ranks(tmp_path))
     read_of_file: dict[str, int] = {}
-    monkeypatch.setattr(files, "open_regular", lambda path: CountingFile(path, read_of_file))
+    monkeypatch.setattr(shard_files, "open_regular", lambda path: CountingFile(path, read_of_file))
     middle = torch.zeros(3)
     reader.read({"a": Ranges({4: middle}, 10)})
     assert middle.tolist() == [5, 6, 7]
@@ -466,7 +466,7 @@ def test_a_flipped_bit_is_found_in_whatever_byte_it_lies(tmp_path: Path) -> None
 
 
 def test_what_is_damaged_is_named_to_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "BLOCK_NBYTES", 16)
+    monkeypatch.setattr(shard_files, "BLOCK_NBYTES", 16)
     folder = write(tmp_path, [{"t": Ranges({0: torch.arange(20.0)}, 20), "u": Ranges({0: torch.ones(3)}, 3)}])
     path = folder / "shard-0-of-1.bin"
     data = bytearray(path.read_bytes())
@@ -487,6 +487,6 @@ def test_what_is_damaged_is_named_to_the_block(tmp_path: Path, monkeypatch: pyte
 def test_a_table_that_nobody_would_read_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "TABLE_NBYTES", 1000)
+    monkeypatch.setattr(shard_files, "TABLE_NBYTES", 1000)
     with pytest.raises(ValueError, match=r"shard-0-of-1\.json would have \d+ bytes, most of them notes"):
         write(tmp_path, [{"a": Ranges({0: numbers(3, torch.int64)}, 3)}], contents="n" * 1000)

@@ -6,7 +6,7 @@ background, and that an interrupted save leaves the save before it as it was. `s
 communication is in this module. It uses
 
     contents.py       what a rank stores of an optimizer: named flat tensors, and JSON
-    files.py          how these lie in a rank's two files, and how damage is found
+    shard_files.py    how these lie in a rank's two files, and how damage is found
     saves.py          the folders of a directory: which save is complete, which may be removed
     save_owner.py     which job may save into a directory
 
@@ -50,13 +50,13 @@ import torch
 from zero_ref.comm.agreement import agree, agreement
 from zero_ref.comm.collectives import Collectives
 from zero_ref.comm.objects import broadcast_json, gather_texts
+from zero_ref.files.contents import Contents, LoadedShard, contents_of, ranges_to_save
+from zero_ref.files.durable import make_directory
+from zero_ref.files.save_owner import Ownership, become_owner
+from zero_ref.files.saves import DamagedError, new_save, remove_old
+from zero_ref.files.shard_files import Ranges, ShardReader, ShardWriter, Table, newest_intact
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.buckets import Message, broadcast_messages, messages_by_parameter
-from zero_ref.state.contents import Contents, LoadedShard, contents_of, ranges_to_save
-from zero_ref.state.durable import make_directory
-from zero_ref.state.files import Ranges, ShardReader, ShardWriter, Table, newest_intact
-from zero_ref.state.save_owner import Ownership, become_owner
-from zero_ref.state.saves import DamagedError, new_save, remove_old
 
 Directory = str | os.PathLike[str]
 

@@ -27,14 +27,14 @@ from torch.optim import Optimizer
 
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm.agreement import agreement
-from zero_ref.optimizer import checkpoint
-from zero_ref.optimizer.entries import State, plain_state
+from zero_ref.files.flat_slices import FlatSlices, read_slices
+from zero_ref.files.sharded import Directory
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like
 from zero_ref.shard.owned import MASTER, OwnedSlice
-from zero_ref.state.flat_slices import FlatSlices, read_slices
-from zero_ref.state.sharded import Directory
+from zero_ref.state import checkpoint
+from zero_ref.state.entries import State, plain_state
 
 # DCP's flat keys of an optimizer begin so: "state.<parameter>.<key>", "param_groups.<number>.<option>".
 STATE, GROUPS = "state.", "param_groups."

@@ -27,8 +27,8 @@ import weakref
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_ref.state.durable import sync_folder, writing
-from zero_ref.state.saves import DamagedError, begins_as_sealed, damage_in, read_sealed, sealed
+from zero_ref.files.durable import sync_folder, writing
+from zero_ref.files.saves import DamagedError, begins_as_sealed, damage_in, read_sealed, sealed
 
 OWNER = "owner.json"
 JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")

@@ -10,7 +10,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from traceback import walk_stack
 from typing import Any, Literal, Protocol
 
@@ -19,17 +19,15 @@ from torch.optim import Optimizer
 
 from zero_ref.comm.agreement import RanksLostError, agreement
 from zero_ref.comm.collectives import Collectives
-from zero_ref.optimizer import checkpoint
-from zero_ref.optimizer.accord import Accord, facts_of_options
-from zero_ref.optimizer.entries import State, pack
-from zero_ref.optimizer.gather import consolidate
-from zero_ref.optimizer.registered import Registered
 from zero_ref.shard.built import Built
-from zero_ref.shard.gradients import Backward
+from zero_ref.shard.checks import facts_of_options
 from zero_ref.shard.groups import ParamGroup, params_of, replace_options
 from zero_ref.shard.local_class import is_known, keys_beside_state
 from zero_ref.shard.owned import MASTER
 from zero_ref.shard.shard import Shard
+from zero_ref.state import checkpoint
+from zero_ref.state.entries import State, pack
+from zero_ref.state.gather import consolidate
 
 
 def _is_asked_by_torchs_setter() -> bool:
@@ -57,22 +55,34 @@ def _trial() -> Iterator[None]:
         yield
 
 
-class Zero(Protocol):
-    """The part of a `ZeroRedundancyOptimizer` that this module, `plans.py` and `forwarded.py` use."""
+class Accord(Protocol):
+    """The part of the optimizer's agreements that a load uses."""
 
-    accord: Accord
-    backward: Backward
+    def note_cut_off(self, action: str) -> None: ...
+    def note_loaded(self, rounded: int) -> None: ...
+
+
+class Registered(Protocol):
+    """The part of the user's arguments that decides what an unsharded optimizer would be."""
+
+    @property
+    def broadcast_dtype(self) -> torch.dtype | None: ...
+    def unsharded(self, params_of_groups: Sequence[list[torch.Tensor]]) -> Optimizer: ...
+
+
+class Zero(Protocol):
+    """The part of a `ZeroRedundancyOptimizer` that this module uses."""
+
     built: Built
     collectives: Collectives
     param_groups: list[ParamGroup]
-    registered: Registered
     shard: Shard
-    whole: WholeState
 
     @property
-    def joined(self) -> object | None: ...
+    def accord(self) -> Accord: ...
+    @property
+    def registered(self) -> Registered: ...
     def current(self) -> Built: ...
-    def register(self, param_group: ParamGroup) -> None: ...
     def standing_facts(self) -> list[str]: ...
 
 
@@ -92,11 +102,15 @@ class WholeState:
         self.zero: Zero = weakref.proxy(zero)
         self.gathered: State | None = None
         self._is_everywhere = True  # all ranks have `gathered`, or what the constructor made
-        self._was_replaced = False  # the state was loaded or assigned, or a method has changed it
+        self._is_new = True  # the state is the one that the constructor made
 
     def note_change(self) -> None:
-        """Note that other than by an update, the state has become another one than the constructor made."""
-        self.gathered, self._was_replaced = None, True
+        """Note that the state has changed: by an update, a load, an assignment or a method of the class."""
+        self.gathered, self._is_new = None, False
+
+    def forget_gathered(self) -> None:
+        """Free the gathered state, which has to be gathered anew then."""
+        self.gathered = None
 
     def gather(self, to: int | Literal["all"]) -> None:
         """Gather the state onto rank `to`, or onto all: `ZeroRedundancyOptimizer.consolidate_state_dict`."""
@@ -116,7 +130,7 @@ class WholeState:
     def as_gathered(self) -> dict[str, Any]:
         """The gathered state as a state dict, before hooks: `ZeroRedundancyOptimizer.state_dict`."""
         rank, whole = self.zero.collectives.rank, self.gathered
-        if whole is None and not self._was_replaced and not self.zero.accord.updates:
+        if whole is None and self._is_new:
             whole = self._constructed()
         if not (whole and self._is_everywhere) and _is_asked_by_torchs_setter():
             raise RuntimeError(
@@ -164,11 +178,9 @@ class WholeState:
 
     def _optimizer_of(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Optimizer:
         """An optimizer like the local one, on stand-ins for all parameters."""
-        groups = [
-            {**given, "params": [stand_in(param) for param in group["params"]]}
-            for group, given in zip(self.zero.param_groups, self.zero.registered.given, strict=True)
-        ]
-        return self.zero.registered.optimizer_class(groups, **self.zero.registered.defaults)
+        return self.zero.registered.unsharded(
+            [[stand_in(param) for param in group["params"]] for group in self.zero.param_groups]
+        )
 
     def keys(self) -> list[list[Any]]:
         """Find out by a trial on small tensors which keys each parameter's state has after an update.
@@ -242,6 +254,5 @@ class WholeState:
         zero.shard.restore_copies()
         replace_options(optim.param_groups, zero.param_groups)
         self.note_change()
-        zero.accord.lost = {}
-        if zero.registered.broadcast_dtype is not None:
-            zero.accord.compared = len(zero.shard.built.params)  # ranks may hold rounded values
+        # Ranks other than the owner may have rounded values, which are not compared.
+        zero.accord.note_loaded(len(zero.built.params) if zero.registered.broadcast_dtype else 0)

@@ -28,10 +28,8 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from zero_ref.optimizer.entries import dtype_of
-from zero_ref.shard.groups import dtype_name
-from zero_ref.state.durable import open_regular, replacing, writing
-from zero_ref.state.saves import (
+from zero_ref.files.durable import open_regular, replacing, writing
+from zero_ref.files.saves import (
     FORMAT,
     DamagedError,
     Save,
@@ -42,6 +40,8 @@ from zero_ref.state.saves import (
     sealed,
     table_name,
 )
+from zero_ref.shard.groups import dtype_name
+from zero_ref.state.entries import dtype_of
 
 BLOCK_NBYTES = 2**20
 """The bytes of a piece that one checksum covers; the last block of a piece may be smaller."""

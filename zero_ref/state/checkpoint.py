@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from zero_ref.optimizer.entries import State
 from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like
 from zero_ref.shard.checks import is_elementwise
@@ -30,6 +29,7 @@ from zero_ref.shard.groups import (
     specs_of,
 )
 from zero_ref.shard.owned import OwnedSlice
+from zero_ref.state.entries import State
 
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """The keys of the state that torch's elementwise optimizers keep once for each parameter."""
