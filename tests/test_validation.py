@@ -18,7 +18,7 @@ from zero_ref.simulator.spread import MEMORY, SHARE, TIME
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "book" / "validation.md").read_text(encoding="utf-8")
 
-DO_NOT_FIT_AND_RAN = {"bigscience", "llmq", "megatron-bridge", "narayanan"}
+DO_NOT_FIT_AND_RAN = {"bigscience", "llmq", "narayanan"}
 """Sources of runs of which the simulator says that they do not fit: DeepSpeed gathers single matrices, LLMQ
 computes logits in parts."""
 
