@@ -61,7 +61,7 @@ def make_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run suites, or read what they gave; print the tables, and write the report. 1 if a suite failed."""
+    """Run suites, or read a report; print the tables, and write the report. Return 1 if a suite failed."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
     known = (*suites.SUITES, GPU)

@@ -23,10 +23,10 @@ def outcome(ratio: Spread) -> str:
 
 
 class Comparison(NamedTuple):
-    """One other contender, or a limit, beside ours.
+    """The comparison of one of our contenders with another one or a limit.
 
     Args:
-        thing: what was timed: a suite, or one half of the suite "checkpoint".
+        thing: the thing timed: a suite, or one half of the suite "checkpoint".
         ours, other: names of contenders, without what is timed.
         wall, cpu: the other's time over ours, round by round.
     """

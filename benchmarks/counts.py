@@ -109,12 +109,12 @@ class Row:
 
     @property
     def counted(self) -> int:
-        """All parts that are known."""
+        """The parameters in all parts whose number is known."""
         return sum(numel or 0 for numel in (self.parts or {}).values())
 
     @property
     def has_experts(self) -> bool:
-        """A token goes through fewer parameters than the language model has."""
+        """Whether a token goes through fewer parameters than the language model has."""
         return self.active < ((self.parts or {}).get("language model") or 0)
 
     @property

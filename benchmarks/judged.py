@@ -1,8 +1,8 @@
-"""The simulator held against the published runs: every run predicted, and how far off.
+"""The simulator compared with the published runs: the prediction of every run, and its error.
 
 `python -m benchmarks.judged` prints the tables of the book's page of validation, which is made from VIEWS
 here. A ratio is published over predicted, of milliseconds for a token or of bytes, so that a prediction times
-the ratio is what was published. `simulator.spread` has the interval that follows from the ratios.
+the ratio is the published value. `simulator.spread` has the interval that follows from the ratios.
 """
 
 from __future__ import annotations

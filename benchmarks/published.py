@@ -184,7 +184,7 @@ def operations_of_token(model: Transformer, sequence: int) -> float:
 
 @dataclass(frozen=True)
 class Published:
-    """All runs, with what they name.
+    """All runs, with the sources, models and clusters that they name.
 
     Args:
         params: of models whose number of parameters was published, that number.

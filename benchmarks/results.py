@@ -54,7 +54,7 @@ class Taken:
 
 @dataclass
 class SuiteResult:
-    """One suite on one set: what every contender and every limit took, round by round.
+    """One suite on one set: the samples of every contender and every limit, round by round.
 
     Args:
         suite: one of `suites.SUITES`.
@@ -77,7 +77,7 @@ class SuiteResult:
         return spread([a / b for a, b in zip(times, of_other, strict=True)])
 
     def wire_units(self, name: str) -> float | None:
-        """Elements on the wire in units of (N-1)Ψ, Ψ the number of parameters; None where nobody counted."""
+        """Elements on the wire in units of (N-1)Ψ, Ψ the number of parameters; None if not counted."""
         sent = self.taken[name].wire_bytes
         unit = (self.ranks - 1) * self.parameters * BYTES_OF_A_PARAMETER
         return None if sent is None or not unit else sent / unit
@@ -104,10 +104,10 @@ class Session:
 
 @dataclass
 class Report:
-    """All that was measured, and where: what `python -m benchmarks --json` writes.
+    """All measurements, and their machine, as `python -m benchmarks --json` writes them.
 
     Args:
-        versions: of Python and the packages; None for what is not installed.
+        versions: of Python and the packages; None for a package that is not installed.
         commit: None outside a checkout.
         sessions: one for each run of the command.
     """
@@ -119,7 +119,7 @@ class Report:
     results: list[SuiteResult] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """As plain values, for json."""
+        """Return the report as plain values, for JSON."""
         return asdict(self)
 
     @classmethod
@@ -141,11 +141,11 @@ class Report:
 
 
 def merge(reports: Sequence[Report]) -> Report:
-    """One report of several, for suites that were run one at a time.
+    """Merge reports of suites that were run one at a time.
 
     Raises:
-        ValueError: there is none; they are of different machines, versions or commits; or two have the same
-            suite, set and number of ranks, and which of them counts is not for this function to say.
+        ValueError: there are no reports; they are of different machines, versions or commits; or two have the
+            same suite, set and number of ranks, and this function cannot choose between them.
     """
     if not reports:
         raise ValueError("merge needs at least one report, got none")

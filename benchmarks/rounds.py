@@ -107,7 +107,7 @@ def _sent_around(run: Callable[[], object], case: Case) -> int | None:
 
 
 def _sent_so_far() -> int | None:
-    """This rank's part of what `wire_counter` sees. All share one loopback, so rank 0 reads it for all."""
+    """This rank's part of the bytes sent. On a shared loopback, rank 0 reads the bytes of all ranks."""
     if wire_counter() == INTERFACE:
         return meter.wire_bytes() if dist.get_rank() == 0 else 0
     return meter.sent_bytes()

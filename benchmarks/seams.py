@@ -1,11 +1,11 @@
-"""Sizes of the package against what they are to reach: the road of a call, lines, branches, comments.
+"""Sizes of the package against their targets: the road of a call, lines, branches, comments.
 
 python -m benchmarks.seams [FOLDER]     # of the repository; another checkout may be counted with this script
 
 How each row is counted:
 
-- functions, files: those that one call passes on two ranks of Gloo; `roads.py` says which.
-- lines: all lines of the files, with docstrings, comments and empty ones. The core is what trains.
+- functions, files: those that one call passes on two ranks of Gloo; `roads.py` lists the calls.
+- lines: all lines of the files, with docstrings, comments and empty ones. The core is the code that trains.
 - branches of a function: one for each if, elif, conditional expression, for, while, except, case, `and` and
   `or`, and for each `for` and `if` of a comprehension. That is the cyclomatic complexity less 1. Nested
   functions belong to the function that has them.
@@ -62,7 +62,7 @@ class Module:
 
     @cached_property
     def lines(self) -> int:
-        """All of its lines."""
+        """The number of all lines of the file."""
         return len(self.text.splitlines())
 
     @cached_property

@@ -93,7 +93,7 @@ def _stepped(make: Make, model: Set) -> Any:
 
 
 def _forget(name: str, optimizer: Any) -> None:
-    """Free what was gathered, so that freeing it is in nobody's time."""
+    """Free the gathered state, so that no contender's time includes it."""
     FORGET[name.split(",")[0]](optimizer)
     gc.collect()
 

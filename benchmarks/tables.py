@@ -157,7 +157,7 @@ Columns = Mapping[str, Callable[[Row], str]]
 
 
 def gpu_text(report: GpuReport) -> str:
-    """All of a GPU's report. Raises: as `section_text`."""
+    """The text of a GPU's whole report. Raises: as `section_text`."""
     return "\n\n".join([where(report), *map(section_text, report.sections)])
 
 

@@ -79,7 +79,7 @@ class Training(NamedTuple):
 
 
 def ways() -> dict[str, Way]:
-    """All contenders under DDP. Defaults have DDP's, the others what was faster here: gradients as views."""
+    """All contenders under DDP: those by default with DDP's defaults, the others with gradients as views."""
     makes = contenders.sharded() | contenders.whole()
     defaults = [TORCH, "fairscale", contenders.PLAIN]
     peers = [*defaults, TORCH_BEST, "fairscale, fused", REFERENCE, OURS]
@@ -182,7 +182,7 @@ class WithGiven(nn.Module):
 
 
 def sync(set_name: str, rounds: int) -> SuiteResult:
-    """From gradients of each rank's own to new parameters everywhere: average, update, send."""
+    """Time the way from each rank's own gradients to new parameters everywhere: average, update, send."""
     torch.set_num_threads(1)
     model = SETS[set_name].make()
     give_gradients(list(model.parameters()), seed=dist.get_rank())

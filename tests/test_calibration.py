@@ -114,7 +114,7 @@ def test_too_little_to_fit_says_what_to_measure() -> None:
         fit(times(Link(100, 2), sizes=[1e6]) * 5)
     with pytest.raises(NoRateError, match="took no longer than"):
         fit([Piece("broadcast", 1, size, 1 / size) for size in SIZES])
-    with pytest.raises(ValueError, match="broadcast: 2 sizes; it takes 3 or more"):
+    with pytest.raises(ValueError, match="broadcast: 2 sizes; give 3 or more"):
         calibrate(times(Link(100, 2))[:2])
 
 

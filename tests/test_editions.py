@@ -212,7 +212,7 @@ def test_the_command_that_a_chapter_prints_checks_this_chapter_from_its_own_fold
     [
         (exercise_cells("floor")[:2], "cell 'floor-stub' has no solution after it"),
         (exercise_cells("floor")[:2] + exercise_cells("roof"), "cell 'floor-stub' has no solution after it"),
-        (exercise_cells("floor")[2:], "cell 'floor-solution' is a solution, and no stub is waiting"),
+        (exercise_cells("floor")[2:], "cell 'floor-solution' is a solution, and there is no stub before it"),
         ([cell("floor-stub", "def floor(): return 1", "exercise")], "cell 'floor-stub' is filled in"),
     ],
 )

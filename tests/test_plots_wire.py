@@ -129,7 +129,7 @@ def test_a_dot_between_two_points_lies_between_their_heights(turn):
         ({"a": {}}, {}, "a: give two payloads or more"),
         ({"a": {0.0: 1.0, 1e3: 1.0}}, {}, "sizes and times above 0"),
         ({"a": {1.0: 1.0, 1e3: 0.0}}, {}, "sizes and times above 0"),
-        ({"a": CURVES["slow"]}, {"b": 1e6}, "a dot for 'b', which is no curve"),
+        ({"a": CURVES["slow"]}, {"b": 1e6}, "a dot for 'b', which is not a curve"),
         ({"a": CURVES["slow"]}, {"a": 0.0}, "a: the payload of a dot must be above 0"),
     ],
 )

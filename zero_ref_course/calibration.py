@@ -197,7 +197,7 @@ def calibrate(pieces: Sequence[Piece]) -> Calibration:
         amounts = sorted({piece.amount for piece in of_kind})
         if len(amounts) < 3:
             raise ValueError(
-                f"{what}: {len(amounts)} sizes; it takes 3 or more to fit some and predict others."
+                f"{what}: {len(amounts)} sizes; give 3 or more, so that some are fitted and others predicted."
             )
         kept_out = amounts[1:-1:2]
         fits[what] = fit(piece for piece in of_kind if piece.amount not in kept_out)

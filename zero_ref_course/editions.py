@@ -60,7 +60,7 @@ def edition(notebook: dict[str, Any], audience: Audience, seed: int = 0) -> dict
         tags = cell["metadata"].get("tags", [])
         if "solution" in tags:
             if stub is None:
-                raise ValueError(f"cell {cell.get('id')!r} is a solution, and no stub is waiting for one.")
+                raise ValueError(f"cell {cell.get('id')!r} is a solution, and there is no stub before it.")
             if audience == "teachers":
                 stub["source"] = cell["source"]
             stub = None

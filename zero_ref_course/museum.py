@@ -84,7 +84,7 @@ ALIKE = (
 
 @exercise("museum.healthy_step", seconds=10.0, may_return_none=True, on_ranks=True)
 def healthy_step(answer: Answer) -> str:
-    """Check a step on virtual ranks, then by the doctor, who compares it with SGD on two real ranks."""
+    """Check a step on virtual ranks, then by the doctor, which compares it with SGD on two real ranks."""
     _rehearse(answer)
     report = diagnose(
         Answered(answer),

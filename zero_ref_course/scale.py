@@ -91,7 +91,7 @@ def as_first_priced(run: KnownRun) -> SimulatedRun:
     name = usual.cluster.device.name
     share = next((share for known, share in SHARES.items() if known in name), None)
     if share is None:
-        raise ValueError(f"it ran on {name}; the first version is known for {', '.join(SHARES)}.")
+        raise ValueError(f"the run's GPU is {name}; the first version has shares for {', '.join(SHARES)}.")
     return Scenario(
         usual.architecture,
         with_one_share(usual.cluster, share),

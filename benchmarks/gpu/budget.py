@@ -18,11 +18,11 @@ Found = dict[str, Any]
 
 
 class Skipped(Exception):
-    """This machine cannot measure a section; the message says why."""
+    """A section cannot be measured on this machine; the message says why."""
 
 
 class Budget:
-    """The seconds that a section may take. It asks between two measurements, so it ends a little later."""
+    """The seconds that a section may take. It is asked between measurements, so a section may take longer."""
 
     def __init__(self, seconds: float) -> None:
         self.ends = time.monotonic() + seconds
@@ -38,7 +38,7 @@ class Budget:
 
 @contextlib.contextmanager
 def alone(device: torch.device) -> Iterator[None]:
-    """This process as the only rank of a group with the device's own backend. Nothing listens on any port."""
+    """Make this process the only rank of a group with the device's own backend. No port is opened."""
     devices.use(device)
     dist.init_process_group(
         devices.backend_of(device),

@@ -115,12 +115,12 @@ class SectionResult:
 
 @dataclass
 class GpuReport:
-    """All that was measured, and where: what `python -m benchmarks gpu --json` writes.
+    """All measurements, and their machine, as `python -m benchmarks gpu --json` writes them.
 
     Args:
         versions, commit: as in `results.Report`.
         date: when it began, UTC, ISO 8601.
-        quick: whether it was only to see that all of it runs.
+        quick: whether the command only tried that all sections run.
     """
 
     accelerator: Accelerator
@@ -132,7 +132,7 @@ class GpuReport:
     sections: list[SectionResult] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """As plain values, for json."""
+        """Return the report as plain values, for JSON."""
         return asdict(self)
 
     @classmethod

@@ -253,8 +253,8 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse; but settings are read, and what it does not know and a value `--`, which it would
-        drop, are refused.
+        """Parse as argparse does, but also read settings, and refuse unknown words and a value `--`, which
+        argparse would drop.
         """
         args = sys.argv[1:] if args is None else list(args)
         for word in args:

@@ -50,12 +50,12 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """It is of another rank's end."""
+        """Whether the failure is a consequence of another rank's end."""
         return bool(_CONSEQUENCE.search(self.summary))
 
     @classmethod
     def of_exception(cls, error: BaseException, skip_file: str) -> Failure:
-        """For a rank that raised; leading frames in `skip_file` are left out of the traceback."""
+        """Make the failure of a rank that raised, without the traceback's leading frames in `skip_file`."""
         frames = error.__traceback__
         while frames and frames.tb_frame.f_code.co_filename == skip_file:
             frames = frames.tb_next
@@ -126,7 +126,7 @@ def timed_out(running: dict[int, StackSummary], world_size: int, timeout: float)
 
 
 def stack_in(dump: str, inside: str, skip_file: str) -> StackSummary:
-    """From faulthandler's `dump` the thread inside the function named: what that called, outermost first."""
+    """Return the calls inside the function `inside` from faulthandler's `dump`, outermost first."""
     for thread in dump.split("\n\n"):
         frames = re.findall(r'File "(.*)", line (\d+) in (.*)', thread)  # innermost first
         if inside in [function for _, _, function in frames]:

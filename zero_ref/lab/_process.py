@@ -50,12 +50,12 @@ class RankProcess:
             self.pipe.send_bytes(packed_call)
 
     def send_word(self) -> None:
-        """After a call: every rank has reported, leave the group. Before one: there will be no more, end."""
+        """Tell the rank, during a call, to leave the group, as all have reported; between calls, to end."""
         with contextlib.suppress(OSError):
             self.pipe.send(None)
 
     def receive(self) -> bytes | Failure:
-        """The packed value or why there is none, once there is something to read or the process has ended."""
+        """Return the packed value or the failure, once one is there or the process has ended."""
         with contextlib.suppress(EOFError, OSError):
             if self.pipe.poll():
                 return self.pipe.recv() or self.pipe.recv_bytes()
@@ -67,7 +67,7 @@ class RankProcess:
         return dataclasses.replace(Failure.of_exit(self.process.exitcode), seconds=-math.inf)
 
     def read(self, kind: str) -> str:
-        """All of its "stdout", "stderr" or "stacks" since the last call began."""
+        """Return the rank's whole "stdout", "stderr" or "stacks" since the last call began."""
         self._files[kind].seek(0)
         return self._files[kind].read().decode(errors="replace")
 

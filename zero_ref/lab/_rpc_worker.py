@@ -30,7 +30,7 @@ _SECRET_BYTES = 16
 
 
 def start(fn: Callable[..., Any], rank: int, world_size: int, store: Store, timeout: timedelta) -> None:
-    """From now on the other ranks can call this one, "worker{rank}"; returns once that holds for all.
+    """Let other ranks call this one by RPC, as "worker{rank}"; return once all ranks can be called.
 
     The worker outlives the call: a process that has left RPC can join it again, but its RRefs no longer work
     (they go on using the first agent).

@@ -1,7 +1,8 @@
-"""The sockets on which a rank listens: who has come in by them, and how to let nobody else in.
+"""The sockets on which a rank listens: the users who have connected to them, and how to refuse others.
 
-Every user of the machine can reach them, and Gloo and TensorPipe take whoever connects for a rank. The kernel
-knows whose process is at the other end. So a rank looks, once its peers are there and before it sends.
+Every user of the machine can reach these sockets, and Gloo and TensorPipe take any process that connects for
+a rank. The kernel knows the user at the other end. So a rank asks the kernel, after its peers have connected
+and before it sends.
 """
 
 from __future__ import annotations

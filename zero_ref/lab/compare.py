@@ -41,7 +41,7 @@ CYCLE = f"{LOCAL_SGD}: calls and payload of the last 8 steps"
 
 @dataclass(frozen=True)
 class StrategyRun:
-    """One strategy's outcome, and what each rank held."""
+    """One strategy's outcome, and the bytes that each rank held."""
 
     outcome: Outcome
     held: list[HeldBytes]

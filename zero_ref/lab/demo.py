@@ -144,7 +144,7 @@ def losses_picture(runs: Sequence[StrategyRun], width: float = 7) -> plots.Pictu
 
 
 def predictions_picture(runs: Sequence[StrategyRun], width: float = 7) -> plots.Picture:
-    """Each prediction and its measurement."""
+    """Draw each prediction with its measurement."""
     rows = [
         (run.outcome.strategy, ROW_NAMES[quantity], *pair.both)
         for run in runs

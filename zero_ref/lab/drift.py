@@ -32,7 +32,7 @@ def distances(params_of_ranks: Sequence[torch.Tensor]) -> list[float]:
 
 
 def who_agrees(params_of_ranks: Sequence[torch.Tensor]) -> list[int]:
-    """For each rank the lowest one that has the same parameters, bit for bit; it may be the rank itself.
+    """Return for each rank the lowest rank with the same parameters, bit for bit, which may be itself.
 
     >>> who_agrees([torch.ones(2), torch.ones(2), torch.zeros(2)])
     [0, 0, 2]

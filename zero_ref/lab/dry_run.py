@@ -18,7 +18,7 @@ from zero_ref.simulator.schedule import Schedule
 
 @dataclass(frozen=True)
 class TrainScenario(Scenario):
-    """The scenario of a TrainConfig. Its schedule is that which the run itself is held against: `predict`."""
+    """The scenario of a TrainConfig. Its schedule is that of `predict`, with which the run is compared."""
 
     config: TrainConfig = field(default_factory=TrainConfig, kw_only=True)
 

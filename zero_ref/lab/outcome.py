@@ -141,7 +141,7 @@ class Outcome:
         return self.calls_equal and all(pair.agrees for pair in pairs)
 
     def in_short(self) -> dict[str, Any]:
-        """As `as_json`, without the loss of each step."""
+        """Return `as_json` without the loss of each step."""
         return {name: value for name, value in self.as_json().items() if name != "losses"}
 
     def as_json(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class OwnLoop:
 
     Attributes:
         mine: the reader's `MyZero`.
-        local: its torch optimizer, which has this rank's state.
+        local: the torch optimizer of `mine`, which has this rank's state.
     """
 
     def __init__(self, mine: Any, params: list[nn.Parameter]) -> None:
@@ -83,11 +83,11 @@ class OwnLoop:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Its own; before chapter 14 those of its local optimizer."""
+        """The groups of `mine`; before chapter 14, which adds them, the local optimizer's."""
         return getattr(self.mine, "param_groups", self.local.param_groups)
 
     def zero_grad(self) -> None:
-        """Its own; before chapter 14 all gradients become None here."""
+        """Call `mine.zero_grad`; before chapter 14, which adds it, set all gradients to None."""
         if hasattr(self.mine, "zero_grad"):
             self.mine.zero_grad()
         else:
@@ -95,12 +95,12 @@ class OwnLoop:
                 param.grad = None
 
     def step(self) -> None:
-        """Its own."""
+        """Call `mine.step`."""
         self.mine.step()
 
     @property
     def reduces(self) -> bool:
-        """Whether its hooks average gradients on their owners. Otherwise DDP averages them."""
+        """Whether hooks of `mine` average gradients on their owners. Otherwise DDP averages them."""
         return hasattr(self.mine, "reduce")
 
     def cuts(self, rank: int, world_size: int) -> bool:
@@ -116,7 +116,7 @@ class OwnLoop:
         """Check that a rank steps 1/N of the elements, as it must where parameters are cut.
 
         Raises:
-            ValueError: it steps more.
+            ValueError: this rank steps more.
         """
         numel = sum(piece.numel() for piece in self._pieces())
         total = sum(param.numel() for param in self.params)
@@ -128,7 +128,7 @@ class OwnLoop:
 
 
 class OwnTrainable(Trainable):
-    """Its calls are recorded where it makes them, and its state is that of its local optimizer."""
+    """The reader's optimizer: calls are recorded where it makes them, its state is the local optimizer's."""
 
     @property
     def cuts_by_itself(self) -> bool:

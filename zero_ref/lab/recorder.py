@@ -186,12 +186,12 @@ class IterationRecorder:
         return reduce
 
     def _starting(self, label: str, bucket: int | None) -> Callable[[object], None]:
-        """A call starts now; what is returned is called when it is complete."""
+        """Note that a call starts now; return a function to be called when the call is complete."""
         start_ms = self._now_ms()
         return lambda _: self._note(NETWORK, label, bucket, start_ms)
 
     def _noted_when_done(self, work: PendingCall, noted: Callable[[object], None]) -> PendingCall:
-        """The same work. Its end is noted by the backend where it tells, else when someone waited for it."""
+        """Return the same work, whose end is noted when the backend tells it, else when it was waited for."""
         try:
             future = work.work.get_future()  # type: ignore[attr-defined]
         except (AttributeError, RuntimeError):  # of several calls, of a Gloo send or receive

@@ -112,7 +112,7 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
 
 
 def parts_of(architecture: Architecture) -> dict[str, int | None]:
-    """Parameters of a model by what they are part of; None where their number is not known."""
+    """The number of parameters in each part of a model; None if it is not known."""
     if isinstance(architecture, Decoder):
         return architecture.parts()
     return {"language model": sum(param.numel for param in architecture.shapes())}

@@ -40,7 +40,7 @@ def source_of(*functions: Callable[..., Any] | type) -> Source:
 
 
 def without_docstrings(source: str) -> str:
-    """The same code, less its docstrings and its notes to the type checker.
+    """Return code without its docstrings and its notes to the type checker.
 
     >>> print(without_docstrings('    def one():  # type: ignore\\n        "One."\\n        return 1'))
     def one():

@@ -40,11 +40,11 @@ def explore(name: str, **values: Value) -> Exploration | HTML:
 
 
 class Exploration:
-    """An explorer with its controls as widgets, and the answer to what they stand at.
+    """An explorer with its controls as widgets, and the answer to their values.
 
     Args:
-        explorer: what answers.
-        values: where its controls stand at first.
+        explorer: the explorer that answers.
+        values: the first values of the controls.
     """
 
     def __init__(self, explorer: Explorer, values: dict[str, Value]) -> None:

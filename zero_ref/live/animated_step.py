@@ -211,7 +211,7 @@ def _ranks(board: Board, frames: Sequence[Frame], motion: Motion, top: float) ->
 
 
 def _four(board: Board, height: float, columns: int) -> list[str]:
-    """All four phases at once, for who sees nothing move."""
+    """Draw all four phases at once, for readers whose device shows no motion."""
     high = (height - TOP) * columns / len(PHASES)
     each = (high - LINE - 14) / board.partition.world_size
     parts = []

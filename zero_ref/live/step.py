@@ -186,7 +186,7 @@ class Board(NamedTuple):
         return "; ".join([*words, "empty: not held"])
 
     def phase(self, phase: str, y: float, each: float) -> Stacked:
-        """All ranks in a phase, below each other so many pixels apart, and the phase's name above them."""
+        """Draw all ranks in a phase below each other, `each` pixels apart, below the name of the phase."""
         each *= TWO if phase == "backward" else 1
         parts = [text(self.left - NAMES, y + 11, str(list(PHASES_OF_STAGE[self.stage]).index(phase) + 1))]
         left, room = self.left - NAMES + NUMBER, self.width + NAMES - NUMBER

@@ -29,7 +29,7 @@ Both are rather too large than too small."""
 
 
 def element(name: str, /, *children: str, **attributes: object) -> str:
-    """One element; underscores in attributes are hyphens, None leaves one out.
+    """Return one element; underscores in attributes become hyphens, attributes of None are left out.
 
     >>> element("rect", x=1, y=2.5, stroke_width=None, fill="#FFFFFF")
     '<rect x="1" y="2.5" fill="#FFFFFF"/>'
@@ -49,7 +49,7 @@ def _written(value: object) -> str:
 
 
 def picture(width: float, height: float, label: str, parts: Iterable[str]) -> str:
-    """A whole picture on its own light ground. `label` says what it shows, for who cannot see it."""
+    """Return a picture on a light ground. `label` describes it for readers who cannot see it."""
     ground = element("rect", width=width, height=height, rx=6, fill=PAPER)
     return element(
         "svg", element("title", escape(label)), ground, *parts, xmlns="http://www.w3.org/2000/svg",

@@ -1,4 +1,4 @@
-"""Flat tensors and what they save: who lies where, and what a message costs beside its bytes."""
+"""Flat tensors and their savings: the places of parameters, and the cost of a message beside its bytes."""
 
 from __future__ import annotations
 

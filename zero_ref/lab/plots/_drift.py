@@ -118,7 +118,7 @@ def _check_rows(rows: Sequence[Sequence[float]], what: str) -> int:
     counts = sorted({len(row) for row in rows})
     if len(counts) != 1:
         raise ValueError(
-            f"steps with {counts} {what}: give at least one step, and in each one of every rank."
+            f"steps with {counts} {what}: give at least one step, and in each step a value for every rank."
         )
     if not 1 <= counts[0] <= len(RANK_COLOURS):
         raise ValueError(f"{counts[0]} ranks do not fit: draw 1 to {len(RANK_COLOURS)}.")

@@ -83,7 +83,7 @@ def norms_together(norms: Sequence[float], max_norm: float, ax: Axes) -> Axes:
 
 
 def _factor(norm: float, max_norm: float) -> float:
-    """As torch.nn.utils.clip_grad_norm_ computes it."""
+    """The factor by which torch.nn.utils.clip_grad_norm_ scales gradients."""
     return min(1.0, max_norm / (norm + 1e-6))
 
 

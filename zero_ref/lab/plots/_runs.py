@@ -143,7 +143,7 @@ def predicted_against_measured(rows: Sequence[tuple[str, str, float, float]], ax
 
 
 def _pair(ax: Axes, place: float, where: float, equal: bool) -> None:
-    """One ring at the prediction, one dot at the measurement."""
+    """Draw a ring at the prediction, and a dot at the measurement."""
     ax.plot([0], [place], "o", ms=11, mfc="none", mec=MUTED, mew=1.2, label="predicted")
     if equal:
         ax.plot([where], [place], "o", color=INK, ms=6, label="measured")

@@ -112,7 +112,7 @@ def lines_over_ranks(ax: Axes, curves: Mapping[str, Mapping[int, float]]) -> dic
 
 
 def _name_ranks(ax: Axes, all_ranks: Sequence[int]) -> None:
-    """As many of the numbers of ranks as have room: from the last one down, not too close to each other."""
+    """Label as many of the numbers of ranks as have room: from the last one down, not too close together."""
     apart = max(math.log2(all_ranks[-1] / all_ranks[0]) / 8, 1e-9)
     named = [all_ranks[-1]]
     for n in reversed(all_ranks[:-1]):

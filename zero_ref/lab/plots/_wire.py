@@ -141,7 +141,7 @@ def time_against_bytes(
         if len(curve) < 2 or min(*curve, *curve.values()) <= 0:
             raise ValueError(f"{name}: give two payloads or more, and sizes and times above 0.")
     if turns.keys() - curves.keys():
-        raise ValueError(f"a dot for {min(turns.keys() - curves.keys())!r}, which is no curve.")
+        raise ValueError(f"a dot for {min(turns.keys() - curves.keys())!r}, which is not a curve.")
     for name, nbytes in turns.items():
         if nbytes <= 0:
             raise ValueError(f"{name}: the payload of a dot must be above 0, got {nbytes:g}.")
