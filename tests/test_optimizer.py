@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import math
 import subprocess
@@ -1058,6 +1059,27 @@ def test_a_bucket_view_lets_go_of_frozen_parameters() -> None:
         return storage.nbytes()
 
     assert virtual.run(on_rank, 2) == [70 * 8 * 4] * 2
+
+
+def test_a_part_of_a_flat_model_is_saved_alone_by_copies_of_its_tensors() -> None:
+    def size_of_file(state: dict[str, torch.Tensor]) -> int:
+        file = io.BytesIO()
+        torch.save(state, file)
+        return file.tell()
+
+    def on_rank(comm: Collectives) -> None:
+        model = nn.ModuleDict({"body": nn.Linear(300, 300), "head": nn.Linear(4, 2)})
+        zero(comm, model.parameters(), partition="even", parameters_as_bucket_view=True)
+        part = model["head"]
+        copied = {name: value.clone() for name, value in part.state_dict().items()}
+        assert size_of_file(copied) < 4000
+        assert size_of_file(dict(part.state_dict())) > 300 * 300 * 4
+        other = nn.Linear(4, 2)
+        other.load_state_dict(copied)
+        assert torch.equal(other.weight, part.weight)
+        assert torch.equal(other.bias, part.bias)
+
+    virtual.run(on_rank, 2)
 
 
 def test_parameters_whose_data_were_reassigned() -> None:

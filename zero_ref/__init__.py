@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         registration_greedy,
         sorted_greedy,
     )
-    from zero_ref.state.compact import compact
 
 __version__ = "0.1.0"
 
@@ -57,7 +56,6 @@ __all__ = [
     "load_sharded",
     "StatefulOptimizer",
     "OptimizerToLoad",
-    "compact",
     "clip_grad_norm_",
     "get_total_norm",
     "OSS",
@@ -88,7 +86,6 @@ _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.rules") | {
     "load_sharded": "zero_ref.files.sharded",
     "StatefulOptimizer": "zero_ref.files.dcp",
     "OptimizerToLoad": "zero_ref.files.dcp",
-    "compact": "zero_ref.state.compact",
     "clip_grad_norm_": "zero_ref.clip.grad_norm",
     "get_total_norm": "zero_ref.clip.grad_norm",
     "OSS": "zero_ref.dropin.oss",

@@ -62,7 +62,6 @@ CHAPTER_OF = {
     "zero_ref.load_sharded": 10,
     "zero_ref.StatefulOptimizer": 10,
     "zero_ref.OptimizerToLoad": 10,
-    "zero_ref.compact": 5,
     "zero_ref.consolidation_hook": 10,
     "zero_ref.consolidation_callback": 10,
     "zero_ref.AveragingSchedule": 17,

@@ -57,7 +57,7 @@ class OSS(ZeroRedundancyOptimizer):
     dict, and the next step sees a change of `requires_grad` by itself. All ranks call `load_state_dict`
     together, and `state_dict` refuses to return a state from before the last step. As with FairScale's,
     parameters become views of flat tensors: save a part of the model as
-    `zero_ref.compact(part.state_dict())`.
+    `{name: value.clone() for name, value in part.state_dict().items()}`.
 
     Args:
         params, optim, group: as `params`, `optimizer_class`, `process_group` of `ZeroRedundancyOptimizer`.

@@ -68,8 +68,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
         parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
             message for each owner, not one for each parameter, and (without masters) steps adjacent small
-            parameters as one tensor. Save a part of the model as `zero_ref.compact(part.state_dict())`;
-            otherwise the file contains the whole flat tensors of which its parameters are views.
+            parameters as one tensor. A file of a part of the model would contain the whole flat tensors
+            of which its parameters are views: save
+            `{name: value.clone() for name, value in part.state_dict().items()}`.
         overlap_with_ddp: make the update during backward, by `hook_with_zero_step` or
             `hook_with_zero_step_interleaved` on the DistributedDataParallel model; see
             `backward/overlap.py`. Without a hook, or if backward did not reduce, `step` makes the update.

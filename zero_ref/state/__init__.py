@@ -3,6 +3,5 @@
 - `whole`: the state of the unsharded optimizer;
 - `gather`: state from shards onto one rank or all;
 - `checkpoint`: what a checkpoint must have to be loaded;
-- `entries`: how state travels and is stored;
-- `compact`: state dicts in memory of their own.
+- `entries`: how state travels and is stored.
 """
