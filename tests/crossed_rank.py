@@ -99,6 +99,7 @@ class Rank:
         self.rounded = getattr(torch, rounded) if rounded else None
         masters = {"master_dtype": torch.float32, "rounding": chosen["masters"], "rounding_seed": 7}
         self.optimizer_options = {
+            "elementwise": False,  # of `LowBit`; torch's own classes are known
             "broadcast_dtype": self.rounded,
             "state_device": folder.parent if chosen["place"] == "files" else chosen["place"],
             **(masters if chosen["masters"] else {}),
