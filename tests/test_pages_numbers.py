@@ -27,6 +27,7 @@ from zero_ref.lab import elastic
 from zero_ref.lab.compare import CYCLE, ROW_NAMES
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.outcome import predict
+from zero_ref.lab.patience import patience
 from zero_ref.lab.simulated_checkpoints import passages
 from zero_ref.live.explorer import RANKS
 from zero_ref.plan.partition import ParamSpec
@@ -38,6 +39,7 @@ from zero_ref.simulator.recipe import RECIPES, recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import Schedule, schedule
 from zero_ref.simulator.traffic import traffic
+from zero_ref_course.grading import grade_class
 from zero_ref_course.predictions import predictions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,6 +157,18 @@ def test_course_says_how_long_chapters_are() -> None:
         words[number] = sum(len(text.split()) for text in texts)
     assert (round(min(words.values()), -3), round(max(words.values()), -3)) == (2_000, 4_000)
     assert sorted(sorted(words, key=lambda number: words[number])[-2:]) == [7, 9]
+
+
+# ------------------------------------------------------------------------------------------------ grading.md
+
+
+def test_grading_says_how_long_an_answer_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = signature(grade_class).parameters["seconds"].default
+    monkeypatch.setenv("ZERO_REF_PATIENCE", "10")
+    assert (seconds, patience()) == (120, 10)
+    said = text_of("book/grading.md")
+    assert "It has 120 seconds" in said
+    assert "`ZERO_REF_PATIENCE=10` makes all time-outs ten times as long" in said
 
 
 # ------------------------------------------------------------------------------- explorers, glossary, running
