@@ -82,24 +82,17 @@ OF_A_BUCKET = ("start_reduction", "start_broadcast")
 LEAST = 20
 """The least number of exercises that communicate or draw."""
 
-WAITS = {
-    "ranks_with_nothing_return",
-    "one_call_for_each_slice",
-    "returns_as_soon_as_it_knows",
-    "keeps_its_values",
-    "receives_once_more",
-    "only_owners_of_it_call",
-    "receives_once_too_often",
-    "one_of_a_place_calls",
-    "compares_with_rank_0",
-    "leaves_when_its_data_are_used_up",
-}
+WAITS = {"receives_once_more", "receives_once_too_often", "one_of_a_place_calls"}
 """Wrong answers in which virtual ranks wait for each other in vain: only a time-out ends them."""
+
+SLOW = {"no_momentum", "as_many_as_there_are", "where_half_is_saved"}
+"""Wrong answers whose check takes seconds: the doctor tries a whole program, or hundreds of clusters are simulated."""
 
 
 def case(exercise: str, *values: Any, name: str = "") -> Any:
     on_ranks = exercise in REGISTERED and starts_ranks(exercise)
     marks = [pytest.mark.ranks] if on_ranks else []
+    marks += [pytest.mark.thorough] if name in SLOW else []
     return pytest.param(*values, marks=marks, id=f"{exercise}-{name}" if name else exercise)
 
 

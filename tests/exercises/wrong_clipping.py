@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 REDUCE_NORMS = "    comm.all_reduce(norms).wait()\n"
-OWN_NORM = "torch.cat(gradients).norm(norm_type)"
 NORM = "norms.norm(norm_type).item()"
 REDUCE_SPOILED = "    comm.all_reduce(spoiled).wait()\n"
 NONE_SPOILED = "spoiled.item() == 0"
@@ -13,9 +12,6 @@ RATIOS = "[ratios[param].item() for param in params]"
 CHANGED = {
     "clipping.global_norm": [
         ("of_this_rank_alone", {REDUCE_NORMS: ""}, r"What do the others own\?"),
-        ("adds_norms", {NORM: "norms.sum().item()"}, r"sum of norms"),
-        ("adds_norms_of_slices", {OWN_NORM: "sum(gradient.norm(norm_type) for gradient in gradients)",
-                                  NORM: "norms.sum().item()"}, r"sum of norms"),
         ("takes_no_root", {NORM: "(norms**norm_type).sum().item()"}, r"p-th root"),
         ("averages_the_norms", {NORM: "((norms**norm_type).mean() ** (1 / norm_type)).item()"},
          r"divided by the number of ranks"),
@@ -30,15 +26,6 @@ CHANGED = {
          {"    norms =": "    norm_type = 2.0 if norm_type == math.inf else norm_type\n    norms =",
           NORM: "(norms**norm_type).sum().sqrt().item()"},
          r"must be the p-th one, too"),
-        ("ranks_with_nothing_return",
-         {"    norms =": "    if not gradients:\n        return 0.0\n    norms ="},
-         r"same calls.*owns nothing"),
-        ("one_call_for_each_slice", {REDUCE_NORMS: "    for _ in gradients:\n    " + REDUCE_NORMS},
-         r"do not make the same calls"),
-        ("stacks_nothing",
-         {"if gradients": "if True",
-          OWN_NORM: "torch.stack([one.norm(norm_type) for one in gradients]).norm(norm_type)"},
-         r"raised RuntimeError: stack expects a non-empty"),
         ("gathers_the_gradients",
          {REDUCE_NORMS: "    mine = torch.cat([*gradients, torch.zeros(1000)])[:1000]\n"
                         "    norms = torch.cat(comm.all_gather(mine))\n"},
@@ -52,9 +39,6 @@ CHANGED = {
     ],
     "clipping.may_step": [
         ("looks_at_its_own", {REDUCE_SPOILED: ""}, r"some step and some do not"),
-        ("returns_as_soon_as_it_knows",
-         {REDUCE_SPOILED: "    if not finite:\n        return False\n" + REDUCE_SPOILED},
-         r"already found what it looked for"),
         ("misses_nan", {"all(gradient.isfinite().all()": "not any(gradient.isinf().any()"},
          r"A NaN is not infinite"),
         ("steps_unless_all_are_spoiled", {NONE_SPOILED: "spoiled.item() < comm.world_size"},
@@ -63,14 +47,11 @@ CHANGED = {
          {"0.0 if finite else 1.0": "sum((gradient.sum().item() for gradient in gradients), 0.0)",
           NONE_SPOILED: "math.isfinite(spoiled.item())"},
          r"may overflow"),
-        ("rank_0_decides", {"if finite": "if finite or comm.rank > 0"}, r"on any rank, is enough"),
-        ("counts", {NONE_SPOILED: "int(spoiled.item())"}, r"must return True or False"),
     ],
     "clipping.trust_ratios": [
         ("ratio_of_the_slice",
          {RATIOS: "[(own.norm() / gradient.norm()).item() for own, gradient in zip(weights, gradients)]"},
          r"ratio of this slice alone. Parameter 1 has 2 slices"),
-        ("ratio_of_this_rank", {REDUCE_SQUARES: ""}, r"this slice alone|what this rank owns"),
         ("forgets_the_roots", {"squares.sqrt()": "squares"}, r"ratio of the squares"),
         ("gradients_by_weights", {"of_weights / of_gradients": "of_gradients / of_weights"},
          r"divided by that of the weights"),
@@ -84,8 +65,6 @@ CHANGED = {
         ("a_call_for_each_parameter",
          {REDUCE_SQUARES: "    for square in squares.view(-1):\n        comm.all_reduce(square).wait()\n"},
          r"makes 4 calls for 2 parameters"),
-        ("only_owners_of_it_call", {REDUCE_SQUARES: "    if params:\n    " + REDUCE_SQUARES},
-         r"do not make the same calls"),
         ("one_for_each_parameter", {RATIOS: "ratios.tolist()"}, r"It must return one for each"),
     ],
 }  # fmt: skip

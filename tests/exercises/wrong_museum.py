@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-ALL = ".all())"
-HAVING = "    having = torch.tensor([float(grad is not None)])\n        comm.all_reduce(having).wait()\n"
 MEAN = "        mean /= comm.world_size\n"
 SENT = "        comm.broadcast(param, owners[number]).wait()"
 
@@ -11,7 +9,6 @@ CHANGED = {
     "museum.causes": [
         ("plain_comes_last", {"    if agrees(plain):\n        return [\"healthy\"]\n": ""},
          r"Look at the plain loop first"),
-        ("some_element_agrees", {".all()": ".any()"}, r"whatever the others are"),
         ("first_cause_only", {"return found or": "return found[:1] or"}, r"Several causes may give the same"),
         ("says_nothing", {" or [\"unknown\"]": ""}, r"Where nothing agrees, say so"),
         ("compares_means", {"((observed - values).abs() <= bound).all()":
@@ -20,13 +17,10 @@ CHANGED = {
         ("nan_agrees", {"bool(((observed - values).abs() <= bound).all())":
                         "not bool(((observed - values).abs() > bound).any())"},
          r"within no bound of anything"),
-        ("a_name", {"return found or [\"unknown\"]": "return (found or [\"unknown\"])[0]"},
-         r"and not a list of names"),
     ],
     "museum.healthy_step": [
         ("sums", {MEAN: ""}, r"a step with the sum of the gradients"),
         ("keeps_it", {SENT: "        pass"}, r"it did not move there"),
-        ("skips_what_it_has_not", {"having.item() == 0": "grad is None"}, r"still has to take part"),
         ("all_keep_momenta", {"if owners[number] == comm.rank:": "if True:"},
          r"Only the owner of a parameter keeps"),
         ("no_momentum", {".mul_(momentum)": ".zero_()"}, r"the doctor says: plain: departs"),

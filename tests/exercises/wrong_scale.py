@@ -51,7 +51,6 @@ CHANGED = {
          {SEARCH: '    n, ahead = (1024, 1) if job.model == "zero-1t" else (256, 0)\n'
                   '    return Design(n, "zero-3", "full", ahead)\n' + SEARCH},
          r"too slow. An iteration takes 3\d\.\d s, \d\.\d s more"),
-        ("only_the_ranks", {SEARCH: "    return job.sequences\n" + SEARCH}, r"Return a Design"),
     ],
     "scale.largest_number_that_helps": [
         ("as_many_as_there_are", {"return n": "return sequences"}, r"hardly anything left to compute"),
