@@ -31,6 +31,13 @@ def find_chromium() -> str | None:
     return found or (ON_MACOS if Path(ON_MACOS).is_file() else None)
 
 
+def darken(page: Page) -> None:
+    """Change an open page to its dark colours, and wait until it is drawn in them."""
+    page.emulate_media(color_scheme="dark", reduced_motion="reduce")
+    page.wait_for_function("document.documentElement.dataset.theme === 'dark'")
+    page.evaluate("new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+
+
 class Visit:
     """One page, open in a browser, and what went wrong while it was.
 

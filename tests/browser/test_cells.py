@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Locator, Page, Route
-from reader import PATIENCE_MS, PHONE, Visit
+from reader import PATIENCE_MS, PHONE, Visit, darken
 
 from zero_ref.live.cell import run
 
@@ -200,6 +200,7 @@ def test_a_cell_that_never_ends_is_stopped_and_another_runs(
     assert one.trouble() == []
 
 
+@pytest.mark.thorough
 def test_it_can_be_done_with_a_keyboard(visit: Callable[..., Visit], page_to_try: str) -> None:
     page = open_to_try(visit, page_to_try).page
     cell = trials(page)[0]
@@ -220,38 +221,38 @@ def test_it_can_be_done_with_a_keyboard(visit: Callable[..., Visit], page_to_try
     assert result(cell) == "0\n1\n"
 
 
-def test_a_result_is_not_to_be_had_before_the_prediction(
+def test_before_the_prediction_there_is_no_result_and_before_the_button_no_python(
     visit: Callable[..., Visit], page_to_try: str
 ) -> None:
-    page = visit(page_to_try).page
+    one = visit(page_to_try)
+    page = one.page
     page.evaluate("localStorage.clear()")
     page.reload()
     covered = page.locator(".cell.tag_try-it:has(> .cell_output.prediction-covered)")
     assert covered.count() > 0
     assert not covered.first.locator(".try-it-bar").is_visible()
-
-
-def test_nothing_is_fetched_before_the_button_is_pressed(
-    visit: Callable[..., Visit], page_to_try: str
-) -> None:
-    one = open_to_try(visit, page_to_try)
+    skip_predictions(page)
+    assert trials(page)[0].locator(".try-it-run").is_visible()
     assert not any("pyodide" in url for url in one.requests)
-    assert one.page.workers == []
+    assert page.workers == []
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_on_a_phone_it_fits_and_shuts_nobody_out(visit: Callable[..., Visit], axe: str, dark: bool) -> None:
-    for address in pages_to_try():
-        page = open_to_try(visit, address, dark=dark, width=PHONE).page
-        for cell in trials(page):
-            edit(cell)
-        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE
-        page.evaluate(axe)
+def test_on_a_phone_it_fits_and_shuts_nobody_out(
+    visit: Callable[..., Visit], axe: str, page_to_try: str
+) -> None:
+    page = open_to_try(visit, page_to_try, width=PHONE).page
+    for cell in trials(page):
+        edit(cell)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE
+    page.evaluate(axe)
+    for look in (lambda: None, lambda: darken(page)):
+        look()
         found = page.evaluate("axe.run('.tag_try-it').then((result) => result.violations)")
         assert [one["id"] for one in found if one["impact"] in ("serious", "critical")] == []
 
 
+@pytest.mark.thorough
 def test_a_page_opened_from_a_disk_says_how_to_start_python(
     pages: Path, browser: object, page_to_try: str
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 from playwright.sync_api import Locator, Page
-from reader import PATIENCE_MS, PHONE, Visit
+from reader import PATIENCE_MS, PHONE, Visit, darken
 
 from zero_ref.live import EXPLORERS
 from zero_ref.live.explorer import Control, Value
@@ -142,39 +142,6 @@ def test_so_it_does_in_its_chapter_along_each_control(visit: Callable[..., Visit
     assert one.trouble() == []
 
 
-@pytest.mark.thorough
-def test_the_numbers_in_the_browser_are_those_of_the_package_to_the_last_digit_shown(
-    visit: Callable[..., Visit],
-) -> None:
-    ends = {
-        name: {control.name: control.options[-1] for control in explorer.controls}
-        for name, explorer in EXPLORERS.items()
-    }
-    of_browser = visit(PAGE).page.evaluate(
-        """async (ends) => {
-            const worker = new Worker(new URL("../_static/live/worker.js", location.href));
-            const root = new URL("../_static/", location.href).href;
-            const found = {};
-            for (const [name, values] of Object.entries(ends)) {
-                found[name] = await new Promise((resolve, reject) => {
-                    worker.onmessage = ({ data }) =>
-                        data.error ? reject(new Error(data.error)) : resolve(data.result.numbers);
-                    worker.postMessage({ id: 1, root, name, values, width: 500 });
-                });
-            }
-            worker.terminate();
-            return found;
-        }""",
-        ends,
-    )
-    for name, explorer in EXPLORERS.items():
-        numbers = explorer.answer(500, **ends[name]).numbers
-        assert of_browser[name].keys() == numbers.keys()
-        # Two builds of the C library's logarithm may differ in the last place, and `sum` compensates from
-        # Python 3.12 on. A time that is exposed is a difference of such sums.
-        assert of_browser[name] == pytest.approx(dict(numbers), rel=1e-9)
-
-
 def test_nothing_of_python_is_fetched_until_the_reader_asks(visit: Callable[..., Visit]) -> None:
     one = visit(PAGE)
     assert not any("pyodide" in url for url in one.requests)
@@ -205,17 +172,18 @@ def test_all_of_it_can_be_done_with_a_keyboard(visit: Callable[..., Visit]) -> N
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_on_a_phone_it_fits_and_shuts_nobody_out(visit: Callable[..., Visit], axe: str, dark: bool) -> None:
-    page = visit(PAGE, dark=dark, width=PHONE).page
+def test_on_a_phone_it_fits_and_shuts_nobody_out(visit: Callable[..., Visit], axe: str) -> None:
+    page = visit(PAGE, width=PHONE).page
     for name in CHAPTERS:
         start(page, name)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE
     for svg in page.locator('[data-state="live"] svg').all():
         assert float(svg.get_attribute("width") or 0) == pytest.approx(svg.bounding_box()["width"], abs=1)  # type: ignore[index]
     page.evaluate(axe)
-    found = page.evaluate("axe.run('.explorer').then((result) => result.violations)")
-    assert [one["id"] for one in found if one["impact"] in ("serious", "critical")] == []
+    for look in (lambda: None, lambda: darken(page)):
+        look()
+        found = page.evaluate("axe.run('.explorer').then((result) => result.violations)")
+        assert [one["id"] for one in found if one["impact"] in ("serious", "critical")] == []
 
 
 @pytest.mark.thorough

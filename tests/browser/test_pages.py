@@ -1,7 +1,7 @@
 """Every page of the book, opened in Chromium: it reads offline, for every reader, on every screen."""
 
 import pytest
-from reader import PHONE, Visit
+from reader import PHONE, Visit, darken
 
 pytestmark = pytest.mark.browser
 
@@ -67,9 +67,7 @@ def test_a_page_is_whole_and_open_to_every_reader(visit, axe, address):
     assert page.evaluate(RUN_AXE, {}) == []
     assert page.evaluate(PASSED_OVER) == []
 
-    page.emulate_media(color_scheme="dark", reduced_motion="reduce")
-    page.wait_for_function("document.documentElement.dataset.theme === 'dark'")
-    page.evaluate("new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+    darken(page)
     # In the dark the page is the same but for its colours.
     assert page.evaluate(RUN_AXE, {"runOnly": ["color-contrast", "link-in-text-block"]}) == []
 
