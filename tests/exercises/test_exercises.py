@@ -86,7 +86,7 @@ WAITS = {"receives_once_more", "receives_once_too_often", "one_of_a_place_calls"
 """Wrong answers in which virtual ranks wait for each other in vain: only a time-out ends them."""
 
 SLOW = {"no_momentum", "as_many_as_there_are", "where_half_is_saved"}
-"""Wrong answers whose check takes seconds: the doctor tries a whole program, or hundreds of clusters are simulated."""
+"""Wrong answers whose check takes seconds: it asks the doctor, or simulates runs on many numbers of ranks."""
 
 
 def case(exercise: str, *values: Any, name: str = "") -> Any:
