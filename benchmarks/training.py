@@ -101,7 +101,7 @@ def ways() -> dict[str, Way]:
         SHARES: Way(makes[contenders.EQUAL], in_place_of_ddp=ShardedDataParallel),
         OWN_HOOKS_BEST: Way(
             makes[contenders.EQUAL],
-            in_place_of_ddp=partial(ShardedDataParallel, gather_in_forward=True, keep_memory=True),
+            in_place_of_ddp=partial(ShardedDataParallel, gather_in_forward=True),
         ),
         f"{TO_OWNERS}, overlapped": overlapped(hook_with_zero_step),
         f"{TO_OWNERS}, interleaved": overlapped(hook_with_zero_step_interleaved),

@@ -29,7 +29,6 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "broadcast_dtype": (None, "bfloat16", "float16"),
     # Of the wrapper.
     "reduce_dtype": (None, "float32", "bfloat16", "float16"),
-    "keep_memory": (False, True),
     "scaled": (False, True),
     "may_change": (False, True),
     "gather_in_forward": (False, True),
@@ -65,7 +64,7 @@ WEIGHTS = {
 IMPOSSIBLE: list[tuple[str, Sequence[Any], str, Sequence[Any], str]] = [
     *(
         ("wrapper", ("averaged", *DDP_WITH), name, OPTIONS[name][1:], "only ShardedDataParallel has it")
-        for name in ("replicas", "reduce_dtype", "keep_memory", "gather_in_forward", "bucket")
+        for name in ("replicas", "reduce_dtype", "gather_in_forward", "bucket")
     ),
     *(
         ("wrapper", ("averaged", "ddp", *OVERLAPPED), name, (True,), "only gradients on owners have it")

@@ -138,7 +138,7 @@ class Rank:
             ShardedDataParallel, self.model, self.zero, reduce_buffer_size=chosen["bucket"],
             broadcast_buffers=chosen["broadcast_buffers"], reduce_fp16=as_fp16,
             reduce_dtype=getattr(torch, dtype) if dtype and not as_fp16 else None, replicas=self.replicas,
-            **{name: chosen[name] for name in ("keep_memory", "scaled", "may_change")},
+            **{name: chosen[name] for name in ("scaled", "may_change")},
         )  # fmt: skip
         if self.gathers and self.rounded:
             self.refused(lambda: make(gather_in_forward=True), ValueError, "Leave out one of the two")

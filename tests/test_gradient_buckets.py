@@ -14,7 +14,7 @@ from torch import nn, optim
 from training import in_groups, owned_gradients
 
 from zero_ref import ShardedDataParallel
-from zero_ref.backward.gradient_buckets import average_into
+from zero_ref.backward.gradient_buckets import GradientBucket, Phases, average_into
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -28,7 +28,6 @@ LARGE = SMALL_NUMEL + 8  # such a gradient is sent from where autograd has put i
 class Case(NamedTuple):
     """The options that a run combines. `zeroing` is the call that resets gradients before each update."""
 
-    keep_memory: bool
     reduce_dtype: torch.dtype | None
     dtype: torch.dtype
     accumulation: str
@@ -44,7 +43,6 @@ class Case(NamedTuple):
 
 
 CROSSED: dict[str, list[Any]] = {
-    "keep_memory": [True, False],
     "reduce_dtype": [None, torch.float32, torch.bfloat16, torch.float16, torch.float64],
     "dtype": [torch.float32, torch.bfloat16],
     "accumulation": ["none", "in the shard", "no_sync", "both"],
@@ -111,7 +109,6 @@ def sums_are_exact(case: Case, comm: Any, others: Any, group: int) -> None:
         model,
         zero,
         reduce_buffer_size=case.bucket,
-        keep_memory=case.keep_memory,
         reduce_dtype=case.reduce_dtype,
         scaled=case.shown == "scaled",
         may_change=case.shown == "may_change",
@@ -166,37 +163,37 @@ def sums_are_exact(case: Case, comm: Any, others: Any, group: int) -> None:
 
 
 @pytest.mark.parametrize("accumulation", CROSSED["accumulation"])
-@pytest.mark.parametrize("keep_memory", CROSSED["keep_memory"])
-def test_sums_are_exact_under_all_options_together(keep_memory: bool, accumulation: str) -> None:
+def test_sums_are_exact_under_all_options_together(accumulation: str) -> None:
     pairs = itertools.product(CROSSED["reduce_dtype"], CROSSED["dtype"])
     for number, (reduce_dtype, dtype) in enumerate(pairs):
-        rng = random.Random(f"{number} {keep_memory} {accumulation}")
+        rng = random.Random(f"{number} {accumulation}")
         drawn = {name: rng.choice(values) for name, values in DRAWN.items()}
-        case = Case(keep_memory, reduce_dtype, dtype, accumulation, **drawn)
+        case = Case(reduce_dtype, dtype, accumulation, **drawn)
         in_groups(partial(sums_are_exact, case), case.world_size, case.replicas)
 
 
-@pytest.mark.parametrize(
-    ("partition", "differing"),
-    [
-        (
-            "sorted_greedy",
-            {"zeroing": "optimizer to zeros"},
-        ),  # its own gradient lies where peers' are received
-        ("sorted_greedy", {"reduce_dtype": torch.float64, "accumulation": "in the shard"}),
-        ("sorted_greedy", {"freezes": True, "accumulation": "in the shard"}),  # other buckets in between
-        (
-            "even",
-            {"freezes": True, "accumulation": "in the shard", "zeroing": "never"},
-        ),  # a frozen part stays
-    ],
-)
-def test_what_two_backwards_keep_lies_apart(partition: str, differing: dict[str, Any]) -> None:
-    usual = Case(
-        True, None, torch.float32, "none", 3, 1, False, "optimizer", partition, False, 100, "", False
-    )
-    case = usual._replace(**differing)
-    in_groups(partial(sums_are_exact, case), case.world_size, case.replicas)
+@pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
+def test_a_gradient_that_is_sent_never_lies_where_averages_are(
+    partition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reset to zeros, a gradient lies in the memory of the last average, to which autograd then adds."""
+    reduce, goes_on = GradientBucket.reduce, []
+
+    def watched(bucket: GradientBucket) -> Phases:
+        sent = [one.untyped_storage() for one in bucket.tensors if one is not None]
+        goes_on.append(bucket.own.gradient is not None)
+        yield from reduce(bucket)
+        assert bucket.own.gradient is not None
+        memory = bucket.own.gradient.untyped_storage().data_ptr()
+        assert not memory or memory not in [one.data_ptr() for one in sent]
+
+    monkeypatch.setattr(GradientBucket, "reduce", watched)
+    usual = Case(None, torch.float32, "none", 3, 1, False, "optimizer", partition, False, 100, "", False)
+    ways = itertools.product(["optimizer to zeros", "never"], CROSSED["accumulation"], [False, True])
+    for zeroing, accumulation, freezes in ways:
+        case = usual._replace(zeroing=zeroing, accumulation=accumulation, freezes=freezes)
+        in_groups(partial(sums_are_exact, case), case.world_size, case.replicas)
+    assert {*goes_on} == {True, False}, "with averages of earlier backwards, and without"
 
 
 def test_an_average_of_large_float16_numbers_is_finite() -> None:
@@ -206,15 +203,14 @@ def test_an_average_of_large_float16_numbers_is_finite() -> None:
     assert result.tolist() == [60_000.0] * 3
 
 
-@pytest.mark.parametrize("keep_memory", [False, True])
-def test_a_gradient_set_to_none_between_two_backwards_begins_anew(keep_memory: bool) -> None:
+def test_a_gradient_set_to_none_between_two_backwards_begins_anew() -> None:
     """By the user, of one parameter: the others go on to add up in the same memory."""
 
     def on_rank(comm: Collectives) -> list[torch.Tensor | None]:
         model = Scaled(torch.float32)
         params = list(model.params)
         zero = ZeroRedundancyOptimizer(params, optim.SGD, comm, lr=1.0)
-        sharded = ShardedDataParallel(model, zero, keep_memory=keep_memory)
+        sharded = ShardedDataParallel(model, zero)
         for batch in range(2):
             params[3].grad = None
             sharded([torch.full_like(param, comm.rank + 10.0 * batch) for param in params]).backward()

@@ -199,25 +199,6 @@ def test_training_equals_a_plain_loop(partition: Any, flat: bool, world_size: in
     assert_trains_as_plain(world_size, 4, flat=flat, partition=partition)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("partition", ["sorted_greedy", SHARES])
-def test_kept_memory_is_used_again(partition: Any, world_size: int) -> None:
-    assert_trains_as_plain(world_size, 4, skipping, flat=False, partition=partition, keep_memory=True)
-
-    def addresses(comm: Collectives) -> list[set[int]]:
-        _, zero, sharded = wrapped(comm, partition=partition, broadcast_buffers=False, keep_memory=True)
-        found = []
-        for step in range(3):
-            sharded(data(comm.rank, step)).backward()
-            found.append({flat.data_ptr() for flat in zero.backward.gradients.flats.values()})
-            zero.zero_grad()
-        return found
-
-    for first, *others in virtual.run(addresses, world_size, timeout=180):
-        assert first
-        assert others == [first, first]
-
-
 @pytest.mark.parametrize("partition", ["sorted_greedy", "balanced", SHARES])
 def test_other_optimizers(partition: Any) -> None:
     momentum = run(
@@ -300,17 +281,10 @@ def test_a_loop_of_another_kind_equals_a_plain_one(losses: Losses, partition: An
     assert_trains_as_plain(3, 4, losses, partition=partition)
 
 
-@pytest.mark.parametrize("keep_memory", [False, True])
 @pytest.mark.parametrize("partition", ["sorted_greedy", "even", SHARES])
-def test_several_backwards_add_up_in_the_shard(partition: Any, keep_memory: bool) -> None:
+def test_several_backwards_add_up_in_the_shard(partition: Any) -> None:
     def on_rank(comm: Collectives) -> list[dict[Slice, torch.Tensor]]:
-        _, zero, sharded = wrapped(
-            comm,
-            partition=partition,
-            reduce_buffer_size=CAP,
-            broadcast_buffers=False,
-            keep_memory=keep_memory,
-        )
+        _, zero, sharded = wrapped(comm, partition=partition, reduce_buffer_size=CAP, broadcast_buffers=False)
         gradients = []
         for batch in range(3):  # without zero_grad, and a step in between
             sharded(data(comm.rank, batch)).backward()
@@ -896,7 +870,7 @@ SMOOTH = ADAMW | {"eps": 1e-3}
 """A bias before a norm has a gradient of rounding errors, which Adam would divide by its own size."""
 
 
-def trained_in_groups(partition: Any, shard: int, **options: Any) -> tuple[Values, int, int]:
+def trained_in_groups(partition: Any, shard: int) -> tuple[Values, int, int]:
     """Parameters after three updates, and the elements that this rank's state and gradients have."""
     replicas = dist.get_world_size() // shard
     mesh = init_device_mesh("cpu", (replicas, shard), mesh_dim_names=("replicas", "shard"))
@@ -910,7 +884,6 @@ def trained_in_groups(partition: Any, shard: int, **options: Any) -> tuple[Value
         reduce_buffer_size=CAP,
         broadcast_buffers=False,
         replicas=mesh["replicas"],
-        **options,
     )
     for step in range(3):
         optimizer.zero_grad()
@@ -940,8 +913,8 @@ def test_groups_share_the_state_and_average_their_shares(shard: int) -> None:
 
     numel = sum(param.numel() for param in Tied().parameters()) - 5  # `never` has no gradient, and no state
     reference = ranks.run(plain, 4, timeout=180)[0]
-    for partition, options in (("even", {}), (SHARES, {}), (SHARES, {"keep_memory": True})):
-        of_ranks = ranks.run(trained_in_groups, 4, partition, shard, timeout=180, **options)
+    for partition in ("even", SHARES):
+        of_ranks = ranks.run(trained_in_groups, 4, partition, shard, timeout=180)
         for values, moments, _ in of_ranks:
             assert all(map(torch.equal, values, of_ranks[0][0]))
             assert moments < numel / shard + 300

@@ -216,10 +216,7 @@ def sharded(
     zero = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, process_group=own, lr=1e-2, **options
     )
-    kept = {"keep_memory": True} if backwards > 1 else {}
-    wrapped = ShardedDataParallel(
-        model, zero, gather_in_forward=in_forward, replicas=across, scaled=scaled, **kept
-    )
+    wrapped = ShardedDataParallel(model, zero, gather_in_forward=in_forward, replicas=across, scaled=scaled)
     for number in range(STEPS):
         waits = (backwards > 1) + backwards * (scaled and place.has_cpu)
         watched = place.watch("grad_norm.py", "share_infinities", at_most=waits)

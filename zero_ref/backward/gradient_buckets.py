@@ -29,14 +29,9 @@ Phases = Generator[None, None, None]
 
 
 class Memory:
-    """Flat tensors that buckets use in turn.
+    """Flat tensors that buckets use in turn, during one backward."""
 
-    Args:
-        keeps: the tensors stay when a backward is over, and so do the gradients that buckets have made.
-    """
-
-    def __init__(self, keeps: bool = False) -> None:
-        self.keeps = keeps
+    def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 
     def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -56,9 +51,8 @@ class Memory:
         self._free += tensors
 
     def release(self) -> None:
-        """Free the pool at the end of a backward, unless memory is kept."""
-        if not self.keeps:
-            self._free.clear()
+        """Free the pool at the end of a backward."""
+        self._free.clear()
 
 
 class OwnedGradient:
@@ -73,24 +67,16 @@ class OwnedGradient:
     Attributes:
         pieces: this rank's slices, each with the place of its first element.
         gradient: (numel,), None before the first average.
-        kept: the memory of `gradient`, if it is used again; None if not.
     """
 
     def __init__(self, plan: GradientPlan, rank: int, like: torch.Tensor, memory: Memory) -> None:
         self.pieces, self.numel = list(plan.own(rank)), plan.own_numel(rank)
         self.dtype, self.device, self.memory = like.dtype, like.device, memory
         self.gradient: torch.Tensor | None = None
-        self.kept: torch.Tensor | None = None
-        self._windows_of: torch.Tensor | None = None
-        self._windows: list[torch.Tensor] = []
 
     def new(self) -> torch.Tensor:
-        """Memory for `gradient`, with any values: the same one each time, if memory is kept."""
-        if self.kept is not None:
-            return self.kept
-        made = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        self.kept = made if self.memory.keeps else None
-        return made
+        """Memory for `gradient`, with any values."""
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def take_over(self, left: Mapping[Slice, torch.Tensor], flat: torch.Tensor | None) -> None:
         """Go on from what earlier backwards have left.
@@ -132,17 +118,14 @@ class OwnedGradient:
         Args:
             params: by number. Of a whole parameter the window has the shape and the strides.
         """
-        flat, windows = self.gradient, self._windows
+        flat = self.gradient
         assert flat is not None
-        if not windows or self._windows_of is not flat:
-            windows = []
-            for (number, start, stop), place in self.pieces:
-                param = params[number]
-                whole = stop - start == param.numel()
-                size, stride = (param.size(), param.stride()) if whole else ((stop - start,), (1,))
-                windows.append(flat.as_strided(size, stride, place))
-        if flat is self.kept:
-            self._windows_of, self._windows = flat, windows
+        windows = []
+        for (number, start, stop), place in self.pieces:
+            param = params[number]
+            whole = stop - start == param.numel()
+            size, stride = (param.size(), param.stride()) if whole else ((stop - start,), (1,))
+            windows.append(flat.as_strided(size, stride, place))
         return windows
 
 
@@ -179,10 +162,6 @@ class GradientBucket:
         self.params, self.dtype, self.comm, self.replicas = params, dtype, comm, replicas
         self.layout, self.memory = plan.tensors(as_one=self.as_one), memory
         self.own = OwnedGradient(plan, comm.rank, next(iter(params.values())), memory)
-        # The places of gradients in joint tensors, by number. They stay if memory does: to make such a view
-        # takes about as long as to copy a small gradient into it.
-        self._viewed: dict[int, torch.Tensor] = {}
-        self._views: dict[int, torch.Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -190,37 +169,20 @@ class GradientBucket:
         self.missing = set(self.params)
         self.tensors: list[torch.Tensor | None] = [None] * len(self.layout.extents)
         self.own.gradient = None
-        if not self.memory.keeps:
-            self._viewed, self._views = {}, {}
 
     def put(self, number: int, grad: torch.Tensor) -> None:
         """Take a parameter's gradient, which must not be changed any more."""
         self.missing.discard(number)
         tensor, start = self.layout.of_param[number]
         if not self.layout.joint[tensor]:
-            # A gradient that was set to zero, and not to None, lies where other ranks' are about to arrive.
-            flat = flat_like(grad, self.params[number])
-            self.tensors[tensor] = flat.to(self.dtype, copy=_share(flat, self.own.kept))
+            self.tensors[tensor] = flat_like(grad, self.params[number]).to(self.dtype)
             return
         joint = self.tensors[tensor]
         if joint is None:
-            joint = self._borrow(tensor)
-        view = self._views.get(number)
-        if view is None:
-            param = self.params[number]
-            view = self._views[number] = joint.as_strided(param.size(), param.stride(), start)
-        view.copy_(grad)
-
-    def _borrow(self, tensor: int) -> torch.Tensor:
-        """Borrow the memory of a joint tensor, and forget the views of another one."""
-        numel = len(self.layout.extents[tensor])
-        joint = self.tensors[tensor] = self.memory.borrow(numel, self.dtype, self.own.device)
-        if self._viewed.get(tensor) is not joint:
-            self._viewed[tensor] = joint
-            for number, (at, _) in self.layout.of_param.items():
-                if at == tensor:
-                    self._views.pop(number, None)
-        return joint
+            numel = len(self.layout.extents[tensor])
+            joint = self.tensors[tensor] = self.memory.borrow(numel, self.dtype, self.own.device)
+        param = self.params[number]
+        joint.as_strided(param.size(), param.stride(), start).copy_(grad)
 
     def reduce(self) -> Phases:
         """Average the gradients, which have all come, over all ranks, and add this rank's part to `own`.
@@ -332,11 +294,6 @@ def bucket_class(plan: GradientPlan, comm: Collectives, device: torch.device) ->
     with fewer ranks, and under any other partition, gradients are sent to their owners pair by pair.
     """
     return NativeBucket if plan.is_shared and not comm.goes_pairwise(device) else PairwiseBucket
-
-
-def _share(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Whether the tensors have the same memory."""
-    return other is not None and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def average_into(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -33,14 +33,12 @@ class Options(NamedTuple):
             shares of a range, the range is a bucket.
         dtype: the dtype in which gradients are sent; None for the parameters' own.
         scaled, may_change: as `reduce_to_owners`.
-        keep_memory: as `ShardedDataParallel`.
     """
 
     cap: int
     dtype: torch.dtype | None = None
     scaled: bool = False
     may_change: bool = False
-    keep_memory: bool = False
 
 
 @dataclass(eq=False)
@@ -90,7 +88,7 @@ class ShardReduction:
         self._in_grad = options.scaled or options.may_change
         self.buckets: list[GradientBucket] = []
         self.bucket_of: dict[int, GradientBucket] = {}
-        self._memory = Memory(options.keep_memory)
+        self._memory = Memory()
         self._planned_for: Built | None = None
         self._running: RunningBackward | None = None
         self._counting: tuple[torch.Tensor, PendingCall] | None = None
@@ -98,14 +96,13 @@ class ShardReduction:
     def _plan(self, built: Built) -> None:
         """Make the buckets for the owners and for the parameters that are trained now."""
         options = self.options
-        memory = Memory(options.keep_memory)  # other buckets need other sizes
         buckets: list[GradientBucket] = []
         for plan in gradient_plans(built.partition, built.specs, max(options.cap, 1)):
             params = {number: built.params[number] for number in plan.starts}
             first = next(iter(params.values()))
             kind, dtype = bucket_class(plan, self.comm, first.device), options.dtype or first.dtype
-            buckets.append(kind(plan, params, dtype, self.comm, self.replicas, memory))
-        self._planned_for, self.buckets, self._memory = built, buckets, memory
+            buckets.append(kind(plan, params, dtype, self.comm, self.replicas, self._memory))
+        self._planned_for, self.buckets = built, buckets
         self.bucket_of = {number: bucket for bucket in buckets for number in bucket.params}
 
     # ------------------------------------------------------------------------------------------- a backward

@@ -106,9 +106,6 @@ class ShardedDataParallel(nn.Module):
         reduce_buffer_size: elements of a bucket.
         reduce_dtype: send gradients in this dtype; None for the parameters' own.
         scaled, may_change: as `reduce_to_owners`.
-        keep_memory: keep the memory of this rank's gradients, and of two buckets, from one backward to the
-            next. On a CPU new memory for them takes longer than the update. After `zero_grad`, a gradient
-            that you hold is then overwritten, as under DDP's `gradient_as_bucket_view`.
         replicas: the ranks that own the same slices in other groups, if the optimizers' group is one of
             several that train together (hybrid sharding): a process group, or a DeviceMesh of one dimension.
             Shares are averaged over it, so that gradients travel whole within a group, and a share between.
@@ -154,7 +151,6 @@ class ShardedDataParallel(nn.Module):
         reduce_dtype: torch.dtype | None = None,
         scaled: bool = False,
         may_change: bool = False,
-        keep_memory: bool = False,
         replicas: dist.ProcessGroup | DeviceMesh | Collectives | None = None,
         gather_in_forward: bool = False,
         **fairscale: bool,
@@ -194,7 +190,7 @@ class ShardedDataParallel(nn.Module):
             dtype = torch.float16 if fairscale.get("reduce_fp16") else reduce_dtype
             check_dtype(dtype)
             check_optimizers(self.sharded_optimizers, process_group, gather_in_forward)
-            how = Options(reduce_buffer_size, dtype, scaled, may_change, keep_memory)
+            how = Options(reduce_buffer_size, dtype, scaled, may_change)
             self._reductions = [ShardReduction(zero, how, self.replicas) for zero in self.sharded_optimizers]
             self._hooks = GradientHooks(
                 weakref.ref(self), self._reductions, dtype, *_callbacks(weakref.ref(self))
