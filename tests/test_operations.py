@@ -11,14 +11,12 @@ from scheduled import scheduled
 
 from zero_ref.local_sgd.averaging import AveragingSchedule, Level
 from zero_ref.plan.calls import REDUCED_BY, Call
-from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.partition import ParamSpec, Slice
 from zero_ref.plan.rules import from_lists
 from zero_ref.simulator.data_parallel import data_parallel, owned_bytes
 from zero_ref.simulator.ledger import nbytes_of
 from zero_ref.simulator.local_sgd import local_sgd
 from zero_ref.simulator.operations import (
-    COMPUTE,
     NETWORK,
     SIDE_STREAM,
     WAYS_OF_DDP,
@@ -26,8 +24,8 @@ from zero_ref.simulator.operations import (
     order,
     shared_out,
 )
-from zero_ref.simulator.recipe import RECIPES, recipe
-from zero_ref.simulator.schedule import Schedule, schedule
+from zero_ref.simulator.recipe import recipe
+from zero_ref.simulator.schedule import schedule
 from zero_ref.simulator.stage_3 import Unit, stage_3
 
 PARAMS = [ParamSpec(6), ParamSpec(5), ParamSpec(4), ParamSpec(1)]
@@ -48,15 +46,6 @@ def waits(operations: Sequence[Operation]) -> dict[str, list[str]]:
 
 
 # ----------------------------------------------------------------------------------------------- example
-
-
-def test_the_order_of_each_way() -> None:
-    def listed(way: str) -> list[tuple[str, tuple[int, ...]]]:
-        return [one for one in order(2, way) if one[0] in ("step", "broadcast")]
-
-    assert listed("plain") == [("step", (0, 1)), ("broadcast", (0, 1))]
-    assert listed("after_backward") == [("step", (0,)), ("step", (1,)), ("broadcast", (0, 1))]
-    assert listed("interleaved") == [(label, (part,)) for part in (0, 1) for label in ("step", "broadcast")]
 
 
 def test_gradients_are_reduced_behind_backward_and_updates_wait_for_them() -> None:
@@ -139,12 +128,6 @@ def test_how_far_ahead_stage_3_fetches(prefetch: int, expected: str) -> None:
     assert " ".join(short) == expected
 
 
-def test_stage_3_on_one_rank_gathers_nothing_and_keeps_its_gradients() -> None:
-    operations = stage_3([Unit(2, 8, 8)], 1, [2])
-    assert brief(operations) == ["forward 0", "backward 0", "step"]
-    assert sum(one.takes - one.gives for one in operations) == 8
-
-
 def test_local_sgd_averages_what_is_trained_in_one_tensor() -> None:
     params = [ParamSpec(10, "bfloat16"), ParamSpec(5, "float32"), ParamSpec(7, trainable=False)]
     operations = local_sgd(params, [[1], [0]], AveragingSchedule.periodic(2), world_size=4)
@@ -193,26 +176,6 @@ def test_local_sgd_waits_for_what_it_computes_with() -> None:
         *(8, 10, 16, 18)
     ]
     assert [one.gives for one in operations if one.label == "step"] == [64, 64, 0]
-
-
-def test_local_sgd_calls_the_ranks_of_the_level() -> None:
-    averaging = AveragingSchedule.hierarchical({1: 2, 2: 4, 4: 8}, gradient_group=2)
-    operations = local_sgd(PARAMS, [[0, 1, 2, 3]], averaging, 8)
-    called = [(one.label, one.ranks, one.nbytes) for one in operations if one.op]
-    groups = [(one[1], one[2]) for one in called if one[0] == "agree"]
-    assert groups == [(2, 64), (4, 128), (2, 64), (None, 256)], "32 bytes of each rank"
-    assert [one[1] for one in called if one[0] == "average"] == [2, 4, 2, None]
-    assert [one[1] for one in called if one[0] == "reduce"] == [2] * 4
-
-
-def test_a_group_of_one_calls_nobody() -> None:
-    levels = Level(1, 1), Level(3)
-    assert brief(local_sgd(PARAMS, [[0]], AveragingSchedule(levels), 4, range(1, 4))) == [
-        *("forward", "backward 0", "step") * 3,
-        *("agree", "average"),
-    ]
-    alone = local_sgd(PARAMS, [[0]], AveragingSchedule.periodic(1, warmup_steps=1), 1, range(2))
-    assert [one.label for one in alone if one.op] == ["reduce"], "as DDP of one rank, in the warm-up"
 
 
 def of_steps(steps: range) -> tuple[Operation, ...]:
@@ -372,19 +335,6 @@ def test_a_cycle_of_local_sgd_sends_what_its_averages_and_gradient_groups_take(
     assert plan.wire_bytes(backend) == expected
 
 
-@given(params_of_model, ranks, st.integers(1, 8), st.sampled_from([1, 2, 3]))
-def test_a_longer_period_never_sends_more_in_an_iteration(
-    params: list[ParamSpec], groups: int, period: int, gradient_group: int
-) -> None:
-    def of(period: int) -> tuple[int, int]:
-        averaging = AveragingSchedule.periodic(period, gradient_group=gradient_group)
-        plan = schedule(recipe("local-sgd", averaging=averaging), params, groups * gradient_group)
-        return plan.wire_bytes(), plan.iterations
-
-    (sent, steps), (sent_longer, steps_longer) = of(period), of(period + 1)
-    assert sent_longer * steps <= sent * steps_longer
-
-
 @given(params_of_model, ranks, st.integers(0, 100))
 def test_a_step_of_the_warm_up_is_a_step_of_ddp(
     params: list[ParamSpec], world_size: int, activation_bytes: int
@@ -396,18 +346,6 @@ def test_a_step_of_the_warm_up_is_a_step_of_ddp(
         steps = range(step, step + 1)
         of_step = local_sgd(params, buckets, averaging, world_size, steps, activation_bytes=activation_bytes)
         assert of_step == of_ddp
-
-
-@given(params_of_model, ranks, st.integers(1, 5))
-def test_without_a_gradient_group_nothing_is_sent_until_the_average(
-    params: list[ParamSpec], world_size: int, period: int
-) -> None:
-    operations = local_sgd(params, one_bucket_each(params), AveragingSchedule.periodic(period), world_size)
-    calls = [one for one in operations if one.op]
-    trained = any(param.trainable for param in params)
-    expected = ["agree", "average"] if trained else ["agree"]
-    assert [one.label for one in calls] == (expected if world_size > 1 else [])
-    assert list(operations[len(operations) - len(calls) :]) == calls
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.integers(2, 6), st.integers(0, 3))
@@ -428,48 +366,12 @@ def test_stage_3_sends_3_psi_where_sizes_divide(rows: list[int], world_size: int
     assert wire([[], *each], "gloo") == 4 * rest, "its reduce-scatter is an all-reduce inside"
 
 
-@given(params_of_model, st.integers(1, 6), st.integers(0, 3))
-def test_stage_3_gathers_all_twice_and_reduces_what_is_trained_once(
-    params: list[ParamSpec], world_size: int, prefetch: int
-) -> None:
-    blocks = [[], *([number] for number in range(len(params)))]
-    plan = schedule(recipe("zero-3", prefetch=prefetch), params, world_size, blocks=blocks)
-    moved = {
-        op: sum(call.nbytes for call in plan.calls if call.op == op)
-        for op in ("all_gather", "reduce_scatter")
-    }
-    if world_size > 1:
-        padding = world_size * 4 * len(params)  # at most one row less than the ranks for each
-        assert 0 <= moved["all_gather"] - 2 * sum(nbytes_of(param) for param in params) <= 2 * padding
-        assert 0 <= moved["reduce_scatter"] - psi_of(params) <= padding
-    else:
-        assert not plan.calls
-    trained = sum(param.numel for param in params if param.trainable)
-    assert sum(numel for _, numel in plan.operations[-1].shares or ()) == trained
-
-
-@given(params_of_model, ranks, st.sampled_from(list(RECIPES)))
-def test_one_lane_computes_and_one_sends(params: list[ParamSpec], world_size: int, strategy: str) -> None:
-    plan: Schedule = schedule(strategy, params, world_size)
-    assert {one.lane for one in plan.operations} <= {COMPUTE, NETWORK}
-    for place, one in enumerate(plan.operations):
-        assert bool(one.op) == (one.lane == NETWORK)
-        assert all(before < place for before in one.after)
-        assert min(one.numel, one.nbytes, one.takes, one.gives) >= 0
-
-
 @given(st.integers(0, 10**9), st.lists(st.integers(0, 10**6), max_size=10))
 def test_nothing_is_lost_when_a_number_is_shared_out(amount: int, weights: list[int]) -> None:
     parts = shared_out(amount, weights)
     assert sum(parts) == (amount if sum(weights) else 0)
     for part, weight in zip(parts, weights, strict=True):
         assert abs(part - amount * weight / max(sum(weights), 1)) <= 1
-
-
-@given(params_of_model, ranks, st.booleans())
-def test_owned_bytes_add_up_to_what_is_trained(params: list[ParamSpec], world_size: int, cut: bool) -> None:
-    partition = plan_partition("even" if cut else "sorted_greedy", params, world_size)
-    assert sum(owned_bytes(partition, params)) == psi_of(params)
 
 
 def test_a_parameter_that_is_cut_gives_each_owner_its_bytes() -> None:

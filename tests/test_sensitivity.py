@@ -8,13 +8,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link, cluster
 from zero_ref.simulator.device import Device
 from zero_ref.simulator.play import play
 from zero_ref.simulator.price import Workload
-from zero_ref.simulator.recipe import RECIPES, recipe
+from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import (
     FACTORS,
@@ -76,15 +75,6 @@ def test_measured_links_and_overheads_are_scaled_too() -> None:
     assert scaled(setting, "memory bandwidth", 2).cluster.device.update_overhead_us == 3
 
 
-def test_shares_are_scaled_where_they_are_known_and_end_at_one() -> None:
-    known = replace(PLAIN.device, reached=0.6, attention_reached=0.4, memory_reached=0.8, product_passes=3)
-    setting = Setting(replace(PLAIN, device=known, within=Link(10, 3, 0.75)), 2)
-    for factor, field, half in (("products", "reached", 0.3), ("attention", "attention_reached", 0.2)):
-        assert getattr(scaled(setting, f"share of {factor}", 0.5).cluster.device, field) == half
-    assert scaled(setting, "share of memory", 2).cluster.device.memory_reached == 1
-    assert scaled(setting, "share of links", 2).cluster.within.reached == 1
-
-
 def test_a_switch_that_adds_is_an_improvement_of_nccls_alone() -> None:
     plan = make("ddp", Setting(PLAIN, 4))
     found = what_if(plan, PLAIN, Workload(0, step_bytes=0))
@@ -93,12 +83,6 @@ def test_a_switch_that_adds_is_an_improvement_of_nccls_alone() -> None:
     assert found.improved_ms[SWITCH] < found.iteration_ms
     assert SWITCH not in what_if(plan, with_it, Workload(0)).improved_ms
     assert SWITCH not in what_if(plan, replace(PLAIN, backend="gloo"), Workload(0)).improved_ms
-
-
-def test_ranks_and_bytes_stay_whole_and_at_least_one() -> None:
-    setting = Setting(PLAIN, world_size=2, bucket_bytes=3)
-    assert scaled(setting, "ranks", 0.25).world_size == 1
-    assert scaled(setting, "bucket size", 0.1).bucket_bytes == 1
 
 
 def test_the_winner_changes_where_the_step_is_cheaper_than_its_broadcasts() -> None:
@@ -121,14 +105,6 @@ def test_the_winner_changes_where_the_step_is_cheaper_than_its_broadcasts() -> N
     assert found[0].first_ms - found[0].second_ms == pytest.approx(168 - 26)
     assert found[2].first_ms - found[2].second_ms == pytest.approx(10.5 - 26)
     assert found[0].ratio == found[0].second_ms / found[0].first_ms
-
-
-def test_each_time_is_that_of_its_own_setting() -> None:
-    work = Workload(1000)
-    found = sensitivity(make, ("ddp", "zero-even"), Setting(PLAIN, 4, 10**6), work)
-    for one in found:
-        alone = [play(make(name, one.setting), one.setting.cluster, work) for name in ("ddp", "zero-even")]
-        assert [one.first_ms, one.second_ms] == [played.iteration_ms for played in alone]
 
 
 def test_without_work_or_network_neither_wins() -> None:
@@ -154,24 +130,6 @@ def test_what_helps_most_is_what_the_time_goes_into() -> None:
     assert stepping.improved_ms["bandwidth between nodes"] == stepping.iteration_ms, "there is one node"
 
 
-def test_nothing_helps_where_nothing_takes_time() -> None:
-    assert what_if(make("ddp", Setting(PLAIN, 1)), PLAIN, Workload(0, step_bytes=0)).best is None
-
-
-def test_local_sgd_is_counted_by_the_iteration() -> None:
-    plan = schedule(recipe("local-sgd", averaging=AveragingSchedule.periodic(4)), PARAMS, 4)
-    found = what_if(plan, PLAIN, Workload(10))
-    assert found.iteration_ms == play(plan, PLAIN, Workload(10)).makespan_ms / 4
-    assert sum(found.critical_ms.values()) == pytest.approx(found.iteration_ms)
-
-
-def test_a_slow_rank_is_passed_on() -> None:
-    plan = make("ddp", Setting(PLAIN, 2))
-    usual, slow = (what_if(plan, PLAIN, Workload(1000), slow=slow) for slow in ({}, {1: 2.0}))
-    assert slow.iteration_ms > 1.5 * usual.iteration_ms
-    assert slow.improved_ms["compute"] < slow.iteration_ms
-
-
 @pytest.mark.parametrize(
     ("factor", "scale", "answer"),
     [
@@ -195,17 +153,6 @@ def test_a_setting_has_ranks_and_buckets(sizes: tuple[int, int]) -> None:
 # ----------------------------------------------------------------------------------------------- property
 
 names = st.sampled_from([name for name in RECIPES if name != "zero-3"])
-
-
-@given(names, names, st.sampled_from(list(CLUSTERS)), st.integers(1, 20))
-def test_at_scale_one_nothing_changes(first: str, second: str, name: str, world_size: int) -> None:
-    setting = Setting(cluster(name), world_size)
-    found = sensitivity(make, (first, second), setting, Workload(100), scales=[1.0])
-    assert [one.factor for one in found] == list(FACTORS)
-    assert not any(one.changes_winner for one in found)
-    assert {(one.setting, one.first_ms, one.second_ms) for one in found} == {
-        (setting, found[0].first_ms, found[0].second_ms)
-    }
 
 
 @given(names, st.sampled_from(list(CLUSTERS)), st.integers(1, 20))

@@ -12,14 +12,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from zero_ref.plan.calls import Call
-from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.gradients import SMALL_NUMEL, gradient_plans
 from zero_ref.plan.partition import ALIGNMENT, ParamSpec
 from zero_ref.plan.rules import equal_shares, from_lists, newton_schulz_operations
-from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link, cluster
+from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link
 from zero_ref.simulator.device import Device
 from zero_ref.simulator.ledger import itemsize_of, nbytes_of
-from zero_ref.simulator.models import MODELS, matrices_whole, specs
 from zero_ref.simulator.operations import COMPUTE, NETWORK, Operation
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
@@ -101,24 +99,6 @@ def test_in_forward_an_iteration_begins_with_what_the_step_before_has_sent() -> 
     assert plan.state_bytes == of_ranges(2).state_bytes
 
 
-def test_activations_of_a_part_of_forward_come_with_it_and_all_go_in_backward() -> None:
-    owned = EACH_A_RANGE(PARAMS, 2)
-    operations = sharded_data_parallel(PARAMS, 2, owned, in_forward=True, activation_bytes=1000)
-    assert [one.takes for one in operations if one.label == "forward"] == [750, 250]
-    assert [one.gives for one in operations if one.label == "backward"] == [142, 858], "by their elements"
-
-
-def test_one_rank_reduces_to_itself_and_sends_nothing() -> None:
-    for way in ("plain", "in_forward"):
-        plan = of_ranges(1, way=way)
-        assert brief(plan.operations) == [
-            *("forward", "backward 0", "reduce 0", "backward 1", "reduce 1", "step")
-        ]
-        assert plan.calls == (Call("reduce_shares", 256), Call("reduce_shares", 1280))
-        assert plan.wire_bytes() == plan.wire_bytes("gloo") == 0
-        assert plan.state_bytes == schedule("ddp", PARAMS, 1).state_bytes
-
-
 def test_groups_share_the_state_and_average_shares_between_them() -> None:
     plan = of_ranges(4, shard_group=2)
     pair = of_ranges(2)
@@ -149,27 +129,6 @@ def test_groups_share_the_state_and_average_shares_between_them() -> None:
     assert plan.wire_bytes() == 2 * in_each_group + 2 * of_each_place
     in_forward = of_ranges(4, shard_group=2, way="in_forward")
     assert in_forward.calls == plan.calls[-2:] + plan.calls[:-2]
-
-
-def test_one_group_of_all_is_none_and_groups_of_one_are_replicas() -> None:
-    assert of_ranges(3, shard_group=3) == of_ranges(3)
-    plan = of_ranges(3, shard_group=1)
-    assert plan.calls == (
-        *(Call("reduce_shares", 256), Call("reduce_shares", 1280), Call("all_reduce", 256)),
-        *(Call("all_reduce", 8), Call("all_reduce", 1280), Call("all_reduce", 8)),
-    )
-    assert plan.wire_bytes() == 2 * 2 * (256 + 1280 + 8), "as DDP, which all ranks do"
-    assert plan.state_bytes == schedule("ddp", PARAMS, 3).state_bytes
-
-
-def test_frozen_parameters_are_computed_with_and_nothing_else() -> None:
-    params = [*PARAMS, ParamSpec(1000, trainable=False)]
-    plan, without = (schedule(recipe("zero-2", partition=EACH_A_RANGE), one, 2) for one in (params, PARAMS))
-    assert plan.calls == without.calls
-    assert (plan.operations[0].numel, plan.operations[0].tensors) == (1350, 3)
-    assert plan.operations[1:] == without.operations[1:]
-    frozen = [param._replace(trainable=False) for param in params]
-    assert schedule("zero-2", frozen, 4).calls == ()
 
 
 def test_a_parameter_without_elements_is_counted_and_not_sent() -> None:
@@ -229,38 +188,6 @@ def test_an_owner_gets_small_neighbours_in_one_message_and_a_large_gradient_in_i
     ]
 
 
-def test_several_messages_to_an_owner_take_the_time_of_their_bytes() -> None:
-    numels = [SMALL_NUMEL + 1, 2]
-    params = [ParamSpec(numel, whole=True) for numel in numels]
-    how = recipe("zero-2", partition=from_lists(numels, [[0, 1], [], []]))
-    played = play(schedule(how, params, 3), cluster("h100-ib"), Workload(1))
-    (ms,) = (
-        price.ms
-        for one, price in zip(played.schedule.operations, played.prices, strict=True)
-        if one.op == "exchange"
-    )
-    nbytes = 4 * sum(numels)
-    assert ms == cluster("h100-ib").ms("exchange", nbytes, 3, shares=[nbytes])
-
-
-def test_the_matrices_of_a_model_are_exchanged_and_the_rest_is_in_ranges() -> None:
-    params = matrices_whole(specs(MODELS["gpt2"].shapes(), "bfloat16"))
-    plan = schedule(recipe("zero-2", optimizer="Muon+AdamW"), params, 8)
-    exchanged = sum(one.nbytes for one in plan.operations if one.op == "exchange")
-    assert exchanged == sum(nbytes_of(param) for param in params if param.whole) == 2 * 12 * 12 * 768**2
-    in_shares = sum(one.nbytes for one in plan.operations if one.op == "reduce_shares")
-    rest = sum(nbytes_of(param) for param in params if not param.whole)
-    assert rest <= in_shares < rest + 2 * ALIGNMENT * (len(params) + 8 * len(plan.operations))
-    steps = [one for one in plan.operations if one.label == "step"]
-    assert len(steps) == 1
-    owned = plan_partition("equal_shares", params, 8)
-    of_rank = [
-        sum(newton_schulz_operations(params[piece.param]) for piece in slices if params[piece.param].whole)
-        for slices in owned.slices_of_rank
-    ]
-    assert steps[0].flops == max(of_rank)
-
-
 # ----------------------------------------------------------------------------------------------- by the clock
 
 # An element takes 1 ms forward, 2 ms backward, 1 ms to update. A message takes half a millisecond, and 1 ms
@@ -316,14 +243,6 @@ def test_in_forward_by_hand() -> None:
         ("reduce", 0, 642.5, 707),
     ]
     assert played.makespan_ms == pytest.approx(1680), "the second gather is hidden"
-
-
-def test_between_groups_each_rank_uses_its_own_link_to_another_node() -> None:
-    outside = replace(BY_HAND, between=Link(latency_us=500, gb_per_s=2e-6))
-    played = play(of_ranges(4, shard_group=2), outside, WORK)
-    took = [round(stop - start, 6) for _, _, start, stop in marks(played, NETWORK)]
-    # Within a node as on two ranks; between them half and two rounds, at 2 ms an element.
-    assert took == [64.5, 192.5, 1 + 2 * 64, 3, 1 + 2 * 192, 1 + 2 * 2, 192.5, 64.5]
 
 
 # ---------------------------------------------------------------------------------------------- property
@@ -407,30 +326,6 @@ def test_each_element_is_computed_reduced_updated_and_sent_as_often_as_there_are
             )
 
 
-@given(with_matrices, groups, groups, rules)
-def test_what_is_sent_to_owners_is_received_within_the_group(
-    params: list[ParamSpec], group: int, replicas: int, rule: Any
-) -> None:
-    world_size = group * replicas
-    plan = schedule(recipe("zero-2", partition=rule, shard_group=group), params, world_size)
-    sent: list[tuple[int, int, int]] = []
-    received: list[tuple[int, int, int]] = []
-    others = []
-    for rank in range(world_size):
-        first = rank - rank % group
-        for call in plan.calls_of(rank):
-            if call.op == "send":
-                sent.append((rank, first + (call.peer or 0), call.nbytes))
-            elif call.op == "recv":
-                received.append((first + (call.peer or 0), rank, call.nbytes))
-        others.append([call for call in plan.calls_of(rank) if call.op not in ("send", "recv")])
-        assert plan.count_of_calls(rank) == len(plan.calls_of(rank))
-    assert sorted(sent) == sorted(received)
-    whole = sum(nbytes_of(param) for param in params if param.whole and param.trainable)
-    assert sum(nbytes for _, _, nbytes in sent) == whole * (group - 1) * replicas
-    assert all(calls == others[0] for calls in others), "collectives are the same on all ranks"
-
-
 clusters = st.builds(
     lambda chosen, per_node, overlaps: replace(chosen, ranks_per_node=per_node, overlaps=overlaps),
     st.sampled_from([*CLUSTERS.values(), BY_HAND]),
@@ -453,20 +348,6 @@ def test_parameters_that_arrive_in_forward_never_cost_time(
     )
     # Sums in another order; parts of forward are rounded to whole elements and tensors, not their sum.
     assert in_forward <= plain * (1 + 1e-9)
-
-
-@given(st.lists(st.integers(64, 3000), min_size=1, max_size=8), st.integers(2, 6), rules)
-def test_on_a_fast_network_the_first_gather_the_last_reduction_and_the_count_are_exposed(
-    numels: list[int], world_size: int, rule: Any
-) -> None:
-    fast = replace(cluster("h100-ib"), within=Link(0, 1e6), between=Link(0, 1e6), call_us=0)
-    how = recipe("zero-2", partition=rule, way="in_forward")
-    played = play(schedule(how, [ParamSpec(numel) for numel in numels], world_size), fast, Workload(10**6))
-    timed = list(zip(played.schedule.operations, played.begin_ms, played.end_ms, strict=True))
-    computing_ms = sum(stop - start for one, start, stop in timed if one.lane == COMPUTE)
-    took = {one.label: stop - start for one, start, stop in timed if one.op}
-    took["broadcast"] = timed[0][2]
-    assert played.makespan_ms - computing_ms == pytest.approx(sum(took.values()), rel=1e-6)
 
 
 def test_ranks_that_fill_no_whole_group_are_refused() -> None:

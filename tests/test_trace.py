@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +11,13 @@ from hypothesis import given, strategies as st
 
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import cluster
-from zero_ref.simulator.operations import WAYS, WAYS_OF_DDP
+from zero_ref.simulator.operations import WAYS_OF_DDP
 from zero_ref.simulator.play import play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import ddp_buckets, schedule
 from zero_ref.simulator.timeline import Event, Timeline
-from zero_ref.simulator.trace import LANES, timelines_of, trace, write_trace
+from zero_ref.simulator.trace import LANES, timelines_of, trace
 
 PARAMS = [ParamSpec(1000, name=f"{i}.weight") for i in range(6)]
 
@@ -35,12 +34,6 @@ def bars(timelines: dict[str, Timeline]) -> list[dict[str, Any]]:
 
 
 # ----------------------------------------------------------------------------------------------- example
-
-
-def test_times_are_microseconds_from_the_beginning() -> None:
-    (bar,) = bars({"rank 0": Timeline((Event("compute", "forward", None, 0.5, 2.0),))})
-    assert (bar["ts"], bar["dur"]) == (500.0, 1500.0)
-    assert (bar["name"], bar["cat"], bar["args"]) == ("forward", "compute", {})
 
 
 def test_processes_and_threads_are_named_and_sorted() -> None:
@@ -82,23 +75,6 @@ def test_memory_is_drawn_as_a_counter_of_its_process() -> None:
     assert [one["args"]["bytes"] for one in counters] == [nbytes for _, nbytes in run.memory(1)]
 
 
-def test_a_written_trace_is_read_back(tmp_path: Path) -> None:
-    lines = {way: played(way).timeline(3) for way in WAYS}
-    write_trace(tmp_path / "t.json", lines)
-    back = timelines_of(json.loads((tmp_path / "t.json").read_text()))
-    assert list(back) == list(WAYS)
-    for way, line in lines.items():
-        assert [e[:3] for lane in LANES for e in back[way].on(lane)] == [
-            e[:3] for lane in LANES for e in line.on(lane)
-        ]
-        # Times are kept to the nanosecond.
-        assert back[way].makespan_ms == pytest.approx(line.makespan_ms, abs=1e-6)
-
-
-def test_a_timeline_without_events_is_kept() -> None:
-    assert timelines_of(trace({"idle": Timeline(())})) == {"idle": Timeline(())}
-
-
 @pytest.mark.parametrize(
     "other",
     [{}, {"traceEvents": 3}, {"traceEvents": [{"ph": "X", "name": "aten::mm"}]}, {"traceEvents": ["x"]}],
@@ -106,11 +82,6 @@ def test_a_timeline_without_events_is_kept() -> None:
 def test_what_is_no_trace_of_ours_is_refused(other: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"this is no trace of timelines.*write_trace"):
         timelines_of(other)
-
-
-def test_memory_without_a_timeline_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'b'; there are timelines for \['a'\]"):
-        trace({"a": Timeline(())}, memory={"b": [(0.0, 1)]})
 
 
 def test_more_calls_at_once_than_a_lane_has_threads_are_refused() -> None:
