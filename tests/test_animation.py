@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from zero_ref.live.animated_step import PHASES, SECONDS, animate_step, step_frames
+from zero_ref.live.animated_step import animate_step, step_frames
 from zero_ref.live.animation import Animation, Motion
 from zero_ref.live.palette import RANK_COLOURS
 from zero_ref.live.svg import text_width
@@ -53,14 +52,6 @@ def keyframes(root: ElementTree.Element, of_class: str) -> dict[float, str]:
 
 
 # ------------------------------------------------------------------------------------------------- one step
-
-
-def test_a_step_averages_then_updates_then_sends_then_is_equal() -> None:
-    frames = step_frames(TINY)
-    assert [frame.phase for frame in frames] == ["reduce", "step", *["broadcast"] * 4, "equal"]
-    assert [frame.piece.param for frame in frames if frame.piece] == [0, 2, 1, 3]
-    assert [frame.call.peer for frame in frames if frame.call] == [None, 0, 1, 2, 2]
-    assert list(dict.fromkeys(frame.phase for frame in frames)) == list(PHASES) == list(SECONDS)
 
 
 @given(numels, st.integers(2, 4), st.booleans())
@@ -121,32 +112,6 @@ def test_the_picture_of_a_step_moves_each_piece_from_its_owner_to_all_others() -
     assert updated == {(str(owner), str(param)) for param, owner in enumerate(TINY.owner_of_param)}
     averaged = {(one.get("data-from"), one.get("data-to")) for one in marked(root, phase="reduce")}
     assert averaged == {(a, b) for a in "012" for b in "012" if a != b}
-
-
-def test_a_piece_is_seen_to_fly_while_its_call_goes_on() -> None:
-    root = tree(ANIMATIONS["step"])
-    for one in marked(root, phase="broadcast"):
-        start_s, stop_s = float(one.attrib["data-start-s"]), float(one.attrib["data-stop-s"])
-        moments = sorted(keyframes(root, one.attrib["class"]))
-        assert moments[1] * 0.12 == pytest.approx(start_s, abs=0.02)  # a loop of 12 s; JUMP_S, 3 digits
-        assert start_s < moments[-2] * 0.12 <= stop_s
-        (frame,) = [
-            frame
-            for frame in step_frames(TINY)
-            if frame.piece and frame.piece.param == int(one.attrib["data-param"])
-        ]
-        assert (frame.start_s, frame.stop_s) == pytest.approx((start_s, stop_s), abs=0.01)  # hundredths
-
-
-def test_without_motion_a_step_shows_all_four_phases() -> None:
-    root = tree(ANIMATIONS["step"])
-    (still,) = [one for one in root.iter() if one.get("class") == "still"]
-    words = ["".join(one.itertext()) for one in still.iter(f"{SVG}text")]
-    titles = [pair for pair in pairwise(words) if pair[1] in PHASES.values()]
-    assert titles == [(str(number), said) for number, said in enumerate(PHASES.values(), 1)]
-    assert words.count("rank 2") == 4
-    assert sum(one.get("fill") == RANK_COLOURS[0] for one in still.iter(f"{SVG}rect")) == 1 + 1 + 3
-    assert not [one for one in still.iter() if "class" in one.attrib and one is not still]
 
 
 @pytest.mark.parametrize(

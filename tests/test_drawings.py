@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from test_plots_simulated import played
 
 from zero_ref.lab import plots
-from zero_ref.live.lanes import COLOURS, COLOURS_OF_MORE, LANE, alone, flowed_together
+from zero_ref.live.lanes import COLOURS, LANE, alone
 from zero_ref.live.loads import LARGEST, MEAN, log_ticks
 from zero_ref.live.memory_over_time import COLOURS as KIND_COLOURS, HIGH
 from zero_ref.live.numbers import short_bytes, short_time
@@ -24,23 +24,18 @@ from zero_ref.live.palette import (
     FAINT,
     ITEM_COLOURS,
     MUTED,
-    PAPER,
-    PART_COLOURS,
     RANK_COLOURS,
     SERIES_COLOURS,
     rank_colour,
     tint,
 )
 from zero_ref.live.ring import ring_states
-from zero_ref.live.step import AVERAGED, GATHERED, PHASES
+from zero_ref.live.step import AVERAGED, GATHERED
 from zero_ref.live.svg import MARGIN, Drawing
 from zero_ref.plan.choice import RULES
 from zero_ref.plan.partition import Partition
-from zero_ref.plan.rules import even, from_lists, sorted_greedy
-from zero_ref.simulator.cluster import cluster
-from zero_ref.simulator.models import MODELS
-from zero_ref.simulator.scenario import Scenario
-from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, Event, Timeline, simulate
+from zero_ref.plan.rules import even, sorted_greedy
+from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, simulate
 from zero_ref.simulator.traffic import traffic
 from zero_ref.simulator.tree import Advice, Question
 
@@ -99,14 +94,6 @@ def test_a_bar_lies_where_its_event_does_and_is_as_long(way: str) -> None:
     assert compute + LANE <= network
 
 
-def test_what_travels_has_the_colour_of_what_it_carries() -> None:
-    assert COLOURS["reduce"] == PART_COLOURS["gradients"]
-    assert COLOURS["broadcast"] == PART_COLOURS["parameters"]
-    assert COLOURS_OF_MORE["gather"] == COLOURS_OF_MORE["average"] == PART_COLOURS["parameters"]
-    assert len(set(COLOURS.values())) == len(COLOURS) == 4
-    assert COLOURS_OF_MORE["forward"] not in COLOURS.values()
-
-
 def test_a_title_says_how_long_it_takes_and_how_much_is_exposed() -> None:
     drawing = plots.timeline({way: simulate(FOUR, way) for way in WAYS_OF_DDP})
     assert {"plain: 29 ms, 9 ms exposed", "interleaved: 24 ms, 4 ms exposed"} <= set(written(drawing))
@@ -134,24 +121,6 @@ def test_calls_under_way_together_share_their_lane() -> None:
     assert number(drawn["step 0"], "height") == LANE - 1
 
 
-def test_what_takes_no_time_is_not_drawn() -> None:
-    drawing = plots.timeline({"one": simulate([BucketTimes(4, 3, 0, 1)] * 2, "interleaved")})
-    assert not [name for name in bars(drawing) if "step" in name]
-
-
-def test_numbers_stand_in_their_bars_where_they_fit() -> None:
-    drawing = plots.timeline({"one": simulate(FOUR, "interleaved"), "measured": MEASURED})
-    numbers = [one for one in found(drawing, "text", **{"text-anchor": "middle"}) if one.get("fill") != MUTED]
-    assert Counter(one.text for one in numbers) == {"0": 4 + 4, "1": 4 + 1, "2": 4, "3": 4}
-    middles = {
-        round(number(bar, "x") + number(bar, "width") / 2) for bar in found(drawing, "rect") if hint(bar)
-    }
-    for one in numbers:
-        assert min(abs(number(one, "x") - middle) for middle in middles) < 1.5
-    thin = plots.timeline({"one": simulate(FOUR * 25, "interleaved")})
-    assert not {"10", "99"} & set(written(thin))
-
-
 @settings(max_examples=50)
 @given(
     st.lists(st.builds(BucketTimes, whole_ms, whole_ms, whole_ms, whole_ms), min_size=1, max_size=6),
@@ -176,13 +145,6 @@ def test_the_key_names_what_is_there_and_words_of_one_colour_together() -> None:
     assert "ms since backward began" in written(plots.timeline({"one": simulate(FOUR, "plain")}))
 
 
-def test_computing_is_above_the_network_though_stage_3_begins_with_a_message() -> None:
-    timeline = played("zero-3").timeline()
-    assert timeline.lanes[0] == "network"
-    lanes = [word for word in written(plots.timeline({"3": timeline})) if word in timeline.lanes]
-    assert lanes == ["compute", "network"]
-
-
 def test_short_events_are_a_few_pieces_that_take_as_long() -> None:
     timeline = many(5000)
     px = 1000 / timeline.makespan_ms
@@ -201,49 +163,6 @@ def test_short_events_are_a_few_pieces_that_take_as_long() -> None:
     )
 
 
-def test_long_events_among_many_keep_their_bars() -> None:
-    assert {"step all"} == set(bars(plots.timeline({"many": many(1000)})))
-    assert {"step all", "reduce 0", "broadcast 99"} <= set(bars(plots.timeline({"few": many(100)})))
-
-
-def test_many_exposed_pieces_add_up() -> None:
-    computing = [Event("compute", "backward", i, 2.0 * i, 2 * i + 1.5) for i in range(300)]
-    sending = [Event("network", "reduce", i, 2.0 * i + 1, 2 * i + 2) for i in range(300)]
-    timeline = Timeline(tuple(event for pair in zip(computing, sending) for event in pair))
-    pieces = found(plots.timeline({"many": timeline}), "line", stroke=ALARM)
-    length = sum(number(one, "x2") - number(one, "x1") for one in pieces)
-    assert length * timeline.makespan_ms / 1000 == pytest.approx(timeline.exposed_ms, rel=0.01)
-    assert timeline.exposed_ms == 150
-
-
-@settings(max_examples=50)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 9), st.integers(1, 9), st.sampled_from("abc")), min_size=1, max_size=30
-    ),
-    st.integers(1, 60),
-)
-def test_events_that_flow_together_keep_their_time_and_nearly_their_place(
-    steps: list[tuple[int, int, str]], cell: int
-) -> None:
-    events: list[Event] = []
-    for gap, length, label in steps:
-        start = (events[-1].stop_ms if events else 0.0) + gap
-        events.append(Event("network", label, 0, start, start + length))
-    pieces = flowed_together(events, float(cell))
-    for label, of_label in pieces.items():
-        wanted = sum(event.stop_ms - event.start_ms for event in events if event.label == label)
-        assert sum(stop - start for start, stop in of_label) == pytest.approx(wanted)
-        for start, stop in of_label:  # each end is in a cell with something of this label
-            ours = [event for event in events if event.label == label]
-            assert min(abs(start - event.start_ms) for event in ours) <= cell or any(
-                event.start_ms <= start <= event.stop_ms for event in ours
-            )
-            assert events[0].start_ms <= start < stop <= events[-1].stop_ms + 1e-9
-    together = sorted(piece for of_label in pieces.values() for piece in of_label)
-    assert all(earlier[1] <= later[0] + 1e-9 for earlier, later in pairwise(together))
-
-
 def test_all_stages_stand_on_one_scale_of_time_with_what_is_exposed_and_the_peak() -> None:
     runs = runs_of(16)
     drawing = plots.stages_timeline(runs)
@@ -260,20 +179,6 @@ def test_all_stages_stand_on_one_scale_of_time_with_what_is_exposed_and_the_peak
         assert f"{name}: {times}" in written(drawing)
         assert f"peak {short_bytes(run.peak_bytes)}" in written(drawing)
         assert f"{name}: {times}, peak {short_bytes(run.peak_bytes)}" in drawing.words
-
-
-def test_of_all_stages_the_lanes_are_named_once_and_accumulated_passes_have_bars_of_their_own() -> None:
-    drawing = plots.stages_timeline(runs_of(8, accumulation=4))
-    assert written(drawing).count("compute") == written(drawing).count("network") == 1
-    in_bars = Counter(
-        one.text for one in found(drawing, "text", **{"text-anchor": "middle"}) if one.get("fill") != MUTED
-    )
-    # DDP and stage 1 have 3 backwards that reduce nothing; the buckets of all others are bars of their own.
-    assert in_bars["backward"] == 2 * 3
-    assert in_bars["forward"] == 3 * 4
-    assert not any((word or "").isdigit() for word in in_bars)
-    with pytest.raises(ValueError, match="no run to draw"):
-        plots.stages_timeline({})
 
 
 # ------------------------------------------------------------------------------------------------ a step
@@ -309,12 +214,6 @@ def test_before_the_broadcast_each_rank_has_new_values_of_its_own_shard_only(str
     )
 
 
-def test_after_the_broadcast_nothing_is_old() -> None:
-    drawing = plots.step_diagram(sorted_greedy(NUMELS, 3), phases=["equal"])
-    assert sum(held(drawing).values()) == 3 * sum(n > 0 for n in NUMELS)
-    assert not [name for name in held(drawing) if "old" in name]
-
-
 def test_a_lost_broadcast_leaves_all_but_the_owner_stale() -> None:
     partition = sorted_greedy([60, 50, 40], 3)
     after = plots.step_diagram(partition, lost=[1], phases=["equal"])
@@ -326,19 +225,6 @@ def test_a_lost_broadcast_leaves_all_but_the_owner_stale() -> None:
     sending = plots.step_diagram(partition, lost=[1], phases=["broadcast"])
     assert held(sending)["1, not sent"] == written(sending).count("not sent") == 2
     assert {one.get("fill") for one in found(sending, "polygon")} == {RANK_COLOURS[0], RANK_COLOURS[2]}
-
-
-def test_a_phase_keeps_its_number_where_only_some_are_drawn() -> None:
-    words = written(plots.step_diagram(sorted_greedy([60, 50], 2), phases=["broadcast", "equal"]))
-    assert words[words.index("3") + 1] == "Each owner sends its new values"
-    assert words[words.index("4") + 1] == "All ranks hold the same again"
-    assert not {PHASES["reduce"], PHASES["step"]} & set(words)
-
-
-def test_each_owner_sends_to_every_other_rank() -> None:
-    drawing = plots.step_diagram(sorted_greedy([60, 50, 40], 3), phases=["broadcast"])
-    assert Counter(one.get("fill") for one in found(drawing, "polygon")) == dict.fromkeys(RANK_COLOURS[:3], 2)
-    assert "One rank: nothing to send" in written(plots.step_diagram(sorted_greedy([5], 1)))
 
 
 WHO = RANK_COLOURS[:3]
@@ -369,19 +255,6 @@ def test_in_stage_3_a_rank_has_its_own_pieces_and_for_a_moment_one_block() -> No
         # The last block's gradients are averaged, the middle one's are whole, the first one's are not there.
         assert strip == {tint(WHO[rank], AVERAGED): 1, FAINT: 3, "": 2 + 3}
     assert not [one for one in found(backward, "rect") if one.attrib["fill"].startswith("url")]
-
-
-def test_in_stage_2_all_have_the_parameters_and_owners_the_averaged_gradients() -> None:
-    partition = sorted_greedy([60, 30, 20], 3)
-    one = partial(plots.step_diagram, partition, stage=2)
-    everything = dict.fromkeys(WHO, 1)
-    assert fills(one(phases=["forward"])) == [everything] * 3 == fills(one(phases=["equal"]))
-    backward = fills(one(phases=["backward"]))
-    assert backward[::2] == [everything] * 3
-    assert backward[1::2] == [
-        {"": 2, FAINT: 1}, {"": 2, FAINT: 1}, {"": 1, FAINT: 1, tint(WHO[2], AVERAGED): 1}
-    ]  # fmt: skip
-    assert held(one(phases=["step"])) == held(plots.step_diagram(partition, phases=["step"]))
 
 
 @pytest.mark.parametrize(("phase", "to_owner"), [("forward", False), ("backward", True)])
@@ -432,16 +305,6 @@ def test_a_step_that_cannot_be_drawn_is_refused(options: dict[str, list[str]], m
 
 
 # ------------------------------------------------------------------------------------------------ a ring
-
-
-def test_the_rounds_of_three_ranks_by_hand() -> None:
-    assert ring_states(3) == [
-        [[1, 1, 1], [1, 1, 1], [1, 1, 1]],
-        [[1, 1, 2], [2, 1, 1], [1, 2, 1]],
-        [[1, 3, 2], [2, 1, 3], [3, 2, 1]],
-        [[3, 3, 2], [2, 3, 3], [3, 2, 3]],
-        [[3, 3, 3], [3, 3, 3], [3, 3, 3]],
-    ]
 
 
 @given(st.integers(2, 24))
@@ -521,13 +384,6 @@ def test_items_are_stacked_and_what_has_no_colour_is_other() -> None:
         plots.memory_items(ITEMS, chosen="stage 2")
 
 
-def test_what_is_sharded_has_the_same_colour_as_in_the_other_pictures_of_memory() -> None:
-    assert ITEM_COLOURS["parameters"] == PART_COLOURS["parameters"]
-    assert ITEM_COLOURS["gradients"] == PART_COLOURS["gradients"]
-    assert ITEM_COLOURS["moments"] == PART_COLOURS["optimizer state"]
-    assert len(set(ITEM_COLOURS.values())) == len(ITEM_COLOURS)
-
-
 def test_memory_over_time_is_the_runs_own_with_its_peak_at_the_predicted_one() -> None:
     runs = runs_of(16)
     drawing = plots.memory_over_time(runs)
@@ -557,16 +413,6 @@ def test_memory_over_time_is_the_runs_own_with_its_peak_at_the_predicted_one() -
     assert {f"{name}: peak {short_bytes(run.peak_bytes)}" for name, run in runs.items()} <= titles
     with pytest.raises(ValueError, match="got 0 devices"):
         plots.memory_over_time({})
-
-
-def test_memory_over_time_shows_how_much_the_device_has_where_that_is_too_little() -> None:
-    run = Scenario(MODELS["gpt2-xl"], cluster("rtx4090-10gbe"), 8).run("ddp")
-    drawing = plots.memory_over_time({"DDP": run})
-    (device,) = found(drawing, "line", stroke=ALARM)
-    (dot,) = found(drawing, "circle")
-    bottom = number(device, "y1") + HIGH * 1e9 * (run.scenario.cluster.device.memory_gb or 0) / run.peak_bytes
-    assert bottom - number(dot, "cy") == pytest.approx(HIGH, abs=0.1)
-    assert not found(plots.memory_over_time(runs_of(16)), "line", stroke=ALARM)
 
 
 # ------------------------------------------------------------------------------------------------ a tree
@@ -617,11 +463,6 @@ def test_an_advice_that_two_answers_share_is_marked_where_the_way_ends() -> None
     assert len([one for one in found(drawing, "rect") if one.get("fill") == SERIES_COLOURS[0]]) == 1
 
 
-def test_a_way_that_goes_on_behind_an_advice_is_refused() -> None:
-    with pytest.raises(ValueError, match="the advice 'DDP' has been reached"):
-        plots.decision_tree(TREE, path=[True, True])
-
-
 # ------------------------------------------------------------------------------------------------ loads
 
 
@@ -648,32 +489,11 @@ def test_1024_ranks_are_one_outline_with_the_same_heights() -> None:
     )
 
 
-def test_mean_and_largest_tensor_are_drawn_and_named() -> None:
-    drawing = plots.loads(sorted_greedy([60, 20, 20, 20], 2))
-    (mean,), (largest,) = (
-        found(drawing, "line", **{"stroke-dasharray": dashes}) for dashes in (MEAN, LARGEST)
-    )
-    assert mean.get("y1") == largest.get("y1")  # both 60
-    assert {"Fullest rank: 1 × the mean", "dashed: the mean, 60; dotted: the largest tensor, 60"} <= set(
-        written(drawing)
-    )
-
-
 def test_a_largest_tensor_far_above_all_bars_does_not_flatten_them() -> None:
     drawing = plots.loads(even([1000], 10, alignment=1))
     assert number(bars(drawing)["rank 0"], "height") > 190 / 2
     assert not found(drawing, "line", **{"stroke-dasharray": LARGEST})
     assert "dashed: the mean, 100; far above: the largest tensor, 1k" in written(drawing)
-
-
-def test_few_ranks_are_named_and_of_many_their_places() -> None:
-    def names(partition: Partition) -> list[str]:
-        drawing = plots.loads(partition, fullest_first=True)
-        below = found(drawing, "text", fill=MUTED, **{"text-anchor": "middle"})
-        return ["".join(one.itertext()) for one in below]
-
-    assert names(from_lists([1, 2, 4], [[0], [1], [2]])) == ["2", "1", "0"]
-    assert names(sorted_greedy(range(64), 64)) == ["1", "16", "32", "48", "64"]
 
 
 def test_loads_beside_each_other_are_on_one_scale_with_their_means() -> None:
@@ -684,12 +504,6 @@ def test_loads_beside_each_other_are_on_one_scale_with_their_means() -> None:
     bases = [number(one, "y1") for one in found(drawing, "line", stroke=MUTED)]
     levels = [base - mean for base, mean in zip(bases, means, strict=True)]
     assert levels == pytest.approx([76 * 0.8, 76 * 0.8, 76 * 0.5], abs=0.01)
-
-
-def test_ranks_without_anything_are_counted() -> None:
-    words = written(plots.loads(sorted_greedy([5, 4], 5)))
-    assert "Fullest rank: 2.78 × the mean; 3 of 5 ranks own nothing" in words
-    assert "Nothing to own" in written(plots.loads(sorted_greedy([0], 3)))
 
 
 def heights(drawing: Drawing, low: float, high: float) -> list[list[float]]:
@@ -711,11 +525,6 @@ def test_curves_are_the_fullest_rank_at_each_world_size() -> None:
     assert heights(drawing, low, high) == [pytest.approx(of_one, rel=0.001) for of_one in fullest]
     assert "below the largest tensor (4.8 kB): only by cutting it" in written(drawing)
     assert {"at 8 ranks:", "sorted greedy: 4.8 kB"} <= set(written(drawing))
-
-
-def test_without_bytes_the_curves_are_load_over_mean() -> None:
-    drawing = plots.balance_against_ranks([60, 20, 20], [1, 10], strategies=["sorted_greedy"])
-    assert heights(drawing, 1 / 1.25, 6 * 1.25) == [pytest.approx([1, 6], rel=0.001)]
 
 
 def test_what_cannot_be_balanced_is_refused() -> None:
@@ -740,10 +549,3 @@ def test_a_logarithmic_scale_has_a_few_round_values_inside(low: float, ratio: fl
 def test_a_width_that_no_page_has_is_refused(width: float) -> None:
     with pytest.raises(ValueError, match="240 to 4,000 pixels wide"):
         plots.ring_rounds(2).svg(width)
-
-
-def test_a_notebook_shows_a_drawing_as_wide_as_the_other_pictures() -> None:
-    root = ElementTree.fromstring(plots.ring_rounds(2)._repr_svg_())
-    assert float(root.attrib["width"]) == 6 * 96
-    assert root.findtext(f"{SVG}title") == plots.ring_rounds(2).words
-    assert PAPER in {one.get("fill") for one in root}

@@ -18,12 +18,11 @@ from matplotlib.patches import StepPatch
 from pictures import Plot, drawn, written
 
 from zero_ref.lab import plots
-from zero_ref.lab.plots._style import FittingText
 from zero_ref.live.palette import PART_COLOURS
 from zero_ref.plan.choice import RULES
 from zero_ref.plan.partition import Partition
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
-from zero_ref.simulator.ledger import MIXED_16, ledger
+from zero_ref.simulator.ledger import ledger
 
 NUMELS = [600, 500, 400, 100, 0, 30]
 NAMES = ["wte.weight", "h.0.qkv.weight", "h.0.fc.weight", "h.0.proj.weight", "none", "ln_f.bias"]
@@ -54,13 +53,6 @@ def test_each_rank_has_as_much_width_as_it_owns_elements(numels, world_size, str
     assert widths_of_owner(ax) == pytest.approx(partition.loads)
 
 
-@pytest.mark.parametrize("world_size", [1, 4, 64])
-def test_the_map_colours_each_owner_as_that_rank(world_size):
-    ax = drawn(lambda ax: plots.shard_map(sorted_greedy([7] * 100, world_size), ax))
-    colours = [to_hex(c.get_facecolor()[0]).upper() for c in ax.collections if isinstance(c, PolyCollection)]
-    assert colours == [plots.rank_colour(rank, world_size) for rank in range(world_size)]
-
-
 def test_parameters_lie_in_registration_order_wherever_their_owner_is():
     ax = drawn(lambda ax: plots.shard_map(from_lists([60, 40], [[1], [0]]), ax, rows=1))
     first, second = (c.get_paths()[0].get_extents() for c in ax.collections if isinstance(c, PolyCollection))
@@ -76,35 +68,6 @@ def test_a_cut_parameter_is_marked_and_a_whole_one_is_not():
 
     assert cuts(even([60, 50, 40, 10], 2, alignment=1)) == [80]
     assert cuts(sorted_greedy([60, 50, 40, 10], 2)) == []
-
-
-def test_wide_boxes_carry_their_names_and_narrow_ones_a_shorter_form_or_none():
-    ax = drawn(
-        lambda ax: plots.shard_map(sorted_greedy([800, 150, 50], 3), ax, names=["blocks.0.mlp.weight"] * 3)
-    )
-    texts = [text.get_text() for text in ax.texts]
-    assert texts == ["blocks.0.mlp.weight\n800", "0.mlp\n150", ""]
-
-
-def test_every_label_lies_inside_its_box():
-    fig, ax = plots.figure(6, 4)
-    plots.shard_map(even([10**6] * 7 + [10**4] * 5, 4), ax, names=[f"layer.{i}.weight" for i in range(12)])
-    fig.draw_without_rendering()
-    renderer = fig.canvas.get_renderer()
-    labels = [artist for artist in ax.texts if isinstance(artist, FittingText) and artist.get_text()]
-    assert len(labels) > 7
-    for label in labels:
-        (x0, y0), (x1, y1) = ax.transData.transform([label.box[:2], label.box[2:]])
-        extent = label.get_window_extent(renderer)
-        assert x0 <= extent.x0
-        assert extent.x1 <= x1
-        assert y0 <= extent.y0
-        assert extent.y1 <= y1
-
-
-def test_above_8_ranks_the_owner_is_written():
-    ax = drawn(lambda ax: plots.shard_map(sorted_greedy([50] * 9, 9), ax, rows=3))
-    assert {"0\nrank 0", "8\nrank 8"} <= set(written(ax))
 
 
 def test_a_map_needs_one_name_for_each_parameter():
@@ -160,11 +123,6 @@ def test_ledger_bars_end_at_the_ledgers_total():
     assert {"120 GB", "52.5 GB", "41.3 GB", "30 GB", "31.4 GB", "16.6 GB", "1.88 GB"} <= set(written(ax))
 
 
-def test_a_ledger_says_what_it_counts():
-    ax = drawn(lambda ax: plots.ledger_stages(1, [1, 4], ax), height=5)
-    assert MIXED_16.summary in ax.get_xlabel().replace("\n", " ")
-
-
 # ---------------------------------------------------------------------------------------------- losses
 
 
@@ -193,31 +151,7 @@ def test_a_curve_apart_is_named_with_its_distance(last, title):
     assert plots.loss_curves(losses, ax).get_title(loc="left") == title
 
 
-def test_curves_that_are_to_differ_are_drawn_alike_and_not_compared():
-    _, ax = plots.figure()
-    plots.loss_curves({"ddp": LOSSES, "often": LOSSES[:2]}, ax, differ=True)
-    assert ax.get_title(loc="left") == ""
-    assert len({line.get_linewidth() for line in ax.lines}) == 1
-    assert len({line.get_marker() for line in ax.lines}) == 2
-
-
-def test_curves_of_different_length_do_not_coincide():
-    _, ax = plots.figure()
-    title = plots.loss_curves({"ddp": LOSSES, "zero": LOSSES[:2]}, ax).get_title(loc="left")
-    assert title == "No two curves coincide; zero cannot be compared"
-
-
 # ------------------------------------------------------------------------------ predicted and measured
-
-
-def test_equal_pairs_lie_on_each_other():
-    rows = [("ddp", "calls", 4, 4), ("zero", "calls", 9, 9), ("zero", "bytes", 10**9, 10**9)]
-    ax = drawn(lambda ax: plots.predicted_against_measured(rows, ax))
-    assert {
-        tuple(line.get_xdata()) for line in ax.lines if line.get_label() in ("predicted", "measured")
-    } == {(0,)}
-    assert ax.get_title() == "3 of 3 predictions equal their measurement"
-    assert "both 1,000,000,000" in written(ax)
 
 
 def test_a_miss_of_one_byte_is_as_visible_as_any():
@@ -253,11 +187,6 @@ def test_the_better_of_black_and_white_always_reaches_contrast_4_5():
             colour = plots.rank_colour(rank, world_size)
             lighter, darker = sorted((luminance(colour), luminance(plots.text_colour_on(colour))))[::-1]
             assert (lighter + 0.05) / (darker + 0.05) >= 4.5, colour
-
-
-def test_many_ranks_get_lighter_in_order():
-    lightness = [sum(to_rgb(plots.rank_colour(rank, 64))[:2]) for rank in range(64)]
-    assert lightness == sorted(lightness)
 
 
 HELD = {"ddp": [(4e6, 4e6, 8e6)] * 4, "zero-with-a-rather-long-name": [(4e6, 4e6, 2e6)] * 4}
@@ -298,17 +227,6 @@ def test_a_picture_is_the_same_whatever_the_callers_settings_and_leaves_them_alo
         before = dict(matplotlib.rcParams)
         assert svg() == plain
         assert dict(matplotlib.rcParams) == before
-
-
-def test_a_picture_is_drawn_into_an_axes_made_elsewhere(tmp_path):
-    from matplotlib.figure import Figure
-
-    fig = Figure(figsize=(8, 4), layout="constrained")
-    left, right = fig.subplots(1, 2)
-    plots.shard_map(sorted_greedy(NUMELS, 4), left)
-    plots.memory_by_rank(HELD, right)
-    plots.save(fig, tmp_path / "both.svg")
-    assert (tmp_path / "both.svg").stat().st_size > 1000
 
 
 def test_only_svg_and_png_are_written(tmp_path: Path):

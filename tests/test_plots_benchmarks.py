@@ -56,14 +56,6 @@ def test_outcomes_have_marks_of_their_own_and_the_title_counts_them():
     assert ax.get_title("left") == "Faster than 2 of 4 peers"
 
 
-def test_the_line_at_1_is_always_in_the_picture():
-    for ratio in (Spread(30.0, 20.0, 40.0), Spread(0.02, 0.01, 0.03)):
-        ax = drawn(lambda ax, ratio=ratio: benchmarks({"torch": ratio}, ax, ours="ours"))  # type: ignore[misc]
-        low, high = ax.get_xlim()
-        assert low < min(1, ratio.low) <= max(1, ratio.high) < high
-        assert "1 ×" in written(ax)
-
-
 @pytest.mark.parametrize("ratios", [{}, {"torch": Spread(1.0, 0.0, 1.0)}])
 def test_what_has_no_logarithm_is_refused(ratios: dict[str, Spread]) -> None:
     with pytest.raises(ValueError, match="give one or more, all above 0"):

@@ -11,7 +11,6 @@ from matplotlib.patches import Rectangle
 from pictures import Plot, drawn, written
 
 from zero_ref.lab import plots
-from zero_ref.lab.plots._buckets import ROW
 from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.layout import BucketLayout, lay_out
 from zero_ref.plan.partition import ParamSpec
@@ -59,19 +58,6 @@ def test_windows_lie_at_their_offsets_in_the_colour_of_their_owner():
                 assert to_hex(patch.get_facecolor()).upper() == plots.rank_colour(rank, 2)
 
 
-def test_padding_is_what_no_parameter_fills():
-    ax = drawn(lambda ax: plots.flat_layout(SMALL, ax), height=2)
-    assert boxes(ax, "padding") == [(14, 16), (28, 32)]
-    assert all(patch.get_hatch() for patch in ax.patches if patch.get_label() == "padding")
-
-
-def test_a_message_reaches_under_all_that_its_owner_has_and_says_its_bytes():
-    ax = drawn(lambda ax: plots.flat_layout(SMALL, ax), height=2)
-    assert boxes(ax, "message of rank 0") == [(0, 14)]
-    assert boxes(ax, "message of rank 1") == [(16, 28)]
-    assert {"one message, 56 B", "one message, 48 B", "rank 0", "rank 1"} <= set(written(ax))
-
-
 def test_a_cut_parameter_is_marked_where_it_is_cut():
     ax = drawn(lambda ax: plots.flat_layout(CUT, ax, names=NAMES), height=2)
     assert [line.get_xdata()[0] for line in ax.lines if line.get_label() == "cut"] == [9, 18]
@@ -79,19 +65,6 @@ def test_a_cut_parameter_is_marked_where_it_is_cut():
     assert boxes(ax, "parameter 0, rank 1") == [(9, 12)]
     whole = drawn(lambda ax: plots.flat_layout(SMALL, ax), height=2)
     assert not [line for line in whole.lines if line.get_label() == "cut"]
-
-
-def test_each_dtype_has_a_row_of_its_own_with_its_bytes():
-    mixed = layout_of("sorted_greedy", NUMELS, 1, ("float32", "bfloat16", "float32", "bfloat16"))
-    ax = drawn(lambda ax: plots.flat_layout(mixed, ax), height=3)
-    tops = {
-        patch.get_y()
-        for patch in ax.patches
-        if str(patch.get_label()).startswith("parameter") and patch.get_x() == 0
-    }
-    assert tops == {0, ROW}
-    assert {"float32\ncpu", "bfloat16\ncpu", "one message, 80 B"} <= set(written(ax))
-    assert any(text.endswith("12 B") for text in written(ax))
 
 
 @settings(max_examples=20, deadline=None)
@@ -139,13 +112,6 @@ def test_a_bar_is_the_time_of_the_bytes_and_on_it_the_fixed_part_of_each_message
     assert bars == {"bytes": [(0, 4)] * 3, "fixed": [(4, 32), (4, 4), (4, 0.5)]}
 
 
-def test_above_each_bar_stands_the_number_of_messages():
-    ax = drawn(times)
-    numbers = {text.get_text(): text.xy for text in ax.texts}
-    assert numbers == {"64": (0, 36), "8": (1, 8), "1": (2, 4.5)}
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["1\nkB", "8\nkB", "64\nkB"]
-
-
 def test_a_measurement_is_a_dot_at_its_time_and_a_number_above_it():
     ax = drawn(lambda ax: times(ax, {8_000: 20.0, 64_000: 1.0}))
     (dots,) = (line for line in ax.lines if line.get_label() == "measured")
@@ -153,10 +119,6 @@ def test_a_measurement_is_a_dot_at_its_time_and_a_number_above_it():
     assert {text.get_text(): text.xy for text in ax.texts}["8"] == (1, 20)
     assert "measured" in written(ax)
     assert "measured" not in written(drawn(times))
-
-
-def test_the_title_says_what_a_message_and_its_bytes_take():
-    assert drawn(times).get_title(loc="left") == "0.5 ms for each message, and 16 MB a second"
 
 
 def test_what_cannot_be_drawn_is_refused():

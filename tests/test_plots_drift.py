@@ -6,7 +6,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from pictures import Plot, drawn, written
+from pictures import Plot, drawn
 
 from zero_ref.lab.drift import in_groups
 from zero_ref.lab.plots import agreement, drift, rank_colour
@@ -44,14 +44,6 @@ def test_averages_are_marked_where_the_schedule_has_them_and_nowhere_else() -> N
     assert marked == [3, 7, 11]
 
 
-def test_the_warm_up_is_shaded_up_to_the_first_local_step() -> None:
-    (shade,) = (patch for patch in drawn(sawtooth).patches if patch.get_label() == "warm-up")
-    assert isinstance(shade, Rectangle)
-    assert (shade.get_x(), shade.get_width()) == (-0.5, 3)
-    none = AveragingSchedule.periodic(4)
-    assert "warm-up" not in written(drawn(lambda ax: drift(APART, none, ax)))
-
-
 def test_ranks_that_agree_are_one_block_in_the_colour_of_the_first() -> None:
     blocks = [patch for patch in drawn(groups).patches if isinstance(patch, Rectangle)]
     assert len(blocks) == sum(8 // NODES.agreeing(step, 8) for step in range(12))
@@ -63,11 +55,6 @@ def test_ranks_that_agree_are_one_block_in_the_colour_of_the_first() -> None:
 
 def _rgb(colour: str) -> tuple[float, ...]:
     return tuple(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-
-
-def test_only_a_warm_up_that_is_there_is_named() -> None:
-    assert "warm-up" in written(drawn(groups))
-    assert "warm-up" not in written(drawn(lambda ax: agreement([[0, 1], [0, 0]], ax)))
 
 
 @pytest.mark.parametrize(

@@ -50,14 +50,6 @@ def test_both_ways_to_clip_end_where_their_factors_say():
     assert "each by its own norm:\nfactors 0.833 and 0.625" in written(ax)
 
 
-def test_norms_below_the_limit_stay_as_they_are():
-    ax = drawn(lambda ax: plots.norms_together([0.3, 0.4], 0.6, ax))
-    for label in ("clipped together", "each by its own"):
-        assert ends(ax, label)[0] == (0.3, 0.4)
-    ax = drawn(lambda ax: plots.norms_together([0.3, 0.8], 0.5, ax))
-    assert ends(ax, "each by its own")[0] == pytest.approx((0.3, 0.5), rel=1e-5)
-
-
 @settings(max_examples=20, deadline=None)
 @given(st.floats(0.01, 1e3), st.floats(0.01, 1e3), st.floats(0.01, 1e3))
 def test_clipped_together_is_within_the_limit_in_the_same_direction(x, y, max_norm):

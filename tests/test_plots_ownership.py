@@ -8,7 +8,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from pictures import Plot, drawn, written
 
-from zero_ref.lab.plots import Crossing, ownership, rank_colour
+from zero_ref.lab.plots import Crossing, ownership
 from zero_ref.live.palette import PART_COLOURS
 
 HELD = [["layer 0", "layer 3"], ["layer 1"], []]
@@ -44,30 +44,11 @@ def test_each_parameter_has_its_gradient_and_state_on_its_own_worker() -> None:
                 assert worker - 0.5 < square.get_x() < worker + 0.5
 
 
-def test_a_worker_has_its_ranks_colour_and_says_if_it_holds_nothing() -> None:
-    headers = [p for p in drawn(three).patches if isinstance(p, Rectangle) and p.get_y() == 0]
-    assert [to_hex(p.get_facecolor()).upper() for p in headers] == [rank_colour(n, 3) for n in range(3)]
-    assert written(drawn(three)).count("nothing") == 1
-
-
 def test_arrows_go_from_sender_to_receiver_one_below_the_other() -> None:
     ends = [arrow._posA_posB for arrow in arrows(drawn(three))]  # type: ignore[attr-defined]
     assert [(start[0], stop[0]) for start, stop in ends] == [(c.sender, c.receiver) for c in CROSSINGS]
     heights = [start[1] for start, _ in ends]
     assert heights == sorted(set(heights))
-
-
-def test_words_stand_above_their_own_arrow() -> None:
-    ax = drawn(three)
-    heights = [arrow._posA_posB[0][1] for arrow in arrows(ax)]  # type: ignore[attr-defined]
-    for crossing, above, y in zip(CROSSINGS, [0, *heights], heights):
-        [words] = [text for text in ax.texts if text.get_text() == crossing.what]
-        assert above < words.get_position()[1] < y
-
-
-def test_what_carries_no_tensor_is_dashed() -> None:
-    dashed = [arrow.get_linestyle() not in ("-", "solid") for arrow in arrows(drawn(three))]
-    assert dashed == [crossing.tensors == 0 for crossing in CROSSINGS]
 
 
 def test_a_phase_is_named_where_it_begins() -> None:

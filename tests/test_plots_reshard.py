@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
-from pictures import Plot, drawn, written
+from pictures import Plot, drawn
 
 from zero_ref.lab import plots
 from zero_ref.lab.plots._reshard import BAR, FLOW, MOVING
@@ -46,19 +46,6 @@ def test_the_bars_are_what_each_rank_owns_before_and_after():
     assert boxes(ax, BAR + FLOW) == [("rank 0", 0, 256), ("rank 1", 256, 408), ("rank 2", 408, 608)]
 
 
-def test_a_band_is_as_wide_as_what_goes_from_one_rank_to_another():
-    ax = drawn(four_to_three)
-    assert boxes(ax, BAR) == [
-        ("0 to 0", 0, 192),
-        ("1 to 0", 192, 256),
-        ("1 to 1", 256, 320),
-        ("2 to 1", 320, 408),
-        ("2 to 2", 408, 472),
-        ("3 to 2", 472, 608),
-    ]
-    assert {"1 to 0\n64", "2 to 1\n88", "3 to 2\n136", "stays\n192", "stays\n64"} <= set(written(ax))
-
-
 def test_what_moves_has_its_new_owners_colour_and_what_stays_has_none():
     ax = drawn(four_to_three)
     faces = {str(box.get_label()): to_hex(box.get_facecolor()).upper() for box in ax.patches}
@@ -66,18 +53,6 @@ def test_what_moves_has_its_new_owners_colour_and_what_stays_has_none():
         expected = PAPER if src == dst else tint(plots.rank_colour(dst, 3), MOVING)
         assert faces[f"{src} to {dst}"] == expected
     assert {faces[f"rank {rank}"] for rank in range(4)} == {plots.rank_colour(rank, 4) for rank in range(4)}
-
-
-def test_names_stand_above_and_titles_say_which_bar_is_which():
-    ax = drawn(four_to_three)
-    assert {"W1", "W2", "4 ranks", "3 ranks", "sent"} <= set(written(ax))
-    titled = drawn(lambda ax: plots.reshard(AT_4, AT_3, ax, titles=("before", "after")))
-    assert {"0", "2", "before", "after"} <= set(written(titled))
-    long = ["a." * 40 + "attn.weight", "b", "c", "d"]
-    shortened = drawn(lambda ax: plots.reshard(AT_4, AT_3, ax, names=long))
-    assert any(text.endswith("a.attn") for text in written(shortened))
-    borders = [line.get_xdata()[0] for line in ax.lines if line.get_label() == "border"]
-    assert borders == [384, 408, 600]
 
 
 @settings(max_examples=25, deadline=None)

@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
-from pictures import Plot, assert_readable, drawn, written
+from pictures import Plot, drawn, written
 
 from zero_ref.lab import plots
-from zero_ref.live.palette import SERIES_COLOURS, rank_colour
+from zero_ref.live.palette import rank_colour
 
 RANKS = (2, 8, 64, 512)
 MEASURED = {
@@ -65,19 +65,6 @@ def test_curves_of_gradients_step_from_point_to_point_and_name_their_peaks() -> 
     assert {"peak 1.05 Ψ", "peak 2.29 Ψ", "peak 0.42 Ψ"} <= set(written(ax))
 
 
-def test_a_prediction_is_dashed_in_the_colour_of_its_name() -> None:
-    lines = {str(line.get_label()): line for line in drawn(memory).lines}
-    assert lines["to shares, predicted"].get_color() == lines["to shares"].get_color() == SERIES_COLOURS[2]
-    assert lines["to shares, predicted"].is_dashed()
-    assert not lines["to shares"].is_dashed()
-
-
-def test_the_title_tells_of_dashes_only_where_there_are_some() -> None:
-    assert "dashed" in drawn(memory).get_title(loc="left")
-    without = drawn(lambda ax: plots.gradient_memory(MEASURED, ax))
-    assert "dashed" not in without.get_title(loc="left")
-
-
 def test_curves_that_cannot_be_drawn_are_refused() -> None:
     _, ax = plots.figure(6, 3)
     with pytest.raises(ValueError, match="1 to 7 curves"):
@@ -124,12 +111,6 @@ def test_a_row_is_a_group_and_a_colour_is_a_share() -> None:
 def test_what_is_sent_stands_at_each_group_and_between_groups() -> None:
     words = Counter(written(drawn(groups)))
     assert (words["within: 1.5 Ψ"], words["between: 0.25 Ψ"]) == (2, 1)
-
-
-@pytest.mark.parametrize(("size", "group"), [(8, 8), (4, 1), (32, 8), (6, 3)])
-def test_other_groups_have_room(size: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_readable(lambda ax: plots.hybrid_groups(size, group, ax), monkeypatch)
-    assert len(ranks_of(drawn(lambda ax: plots.hybrid_groups(size, group, ax)))) == size
 
 
 @pytest.mark.parametrize(("size", "group"), [(8, 3), (16, 16), (10, 2), (8, 0), (4, 8)])

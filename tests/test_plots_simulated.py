@@ -10,7 +10,6 @@ from matplotlib.patches import Rectangle
 from pictures import Plot, drawn, written
 
 from zero_ref.lab import plots
-from zero_ref.lab.plots._judged import _RoomyLabels
 from zero_ref.lab.plots._simulated import STEP_COLOURS
 from zero_ref.live.palette import ALARM, ITEM_COLOURS
 from zero_ref.plan.partition import ParamSpec
@@ -50,21 +49,6 @@ def test_a_memory_curve_is_the_plays_own_and_its_peak_is_marked_and_written() ->
     (peak,) = lines_of(ax, "peak")
     assert peak.get_ydata()[0] == max(nbytes for _, nbytes in curve) == 640_000_032
     assert "peak 640 MB" in written(ax)
-
-
-def test_the_devices_memory_is_a_line_unless_it_is_far_above() -> None:
-    def picture(device_bytes: float) -> Axes:
-        return drawn(
-            lambda ax: plots.memory_curve({"one": [(0, 100), (5, 200)]}, ax, device_bytes=device_bytes)
-        )
-
-    ax = picture(500)
-    assert [line.get_ydata()[0] for line in lines_of(ax, "device")] == [500]
-    assert "the device's 500 B" in written(ax)
-    assert ax.get_ylim()[1] > 500
-    ax = picture(80e9)
-    assert not lines_of(ax, "device")
-    assert ax.get_title(loc="left") == "Bytes on a rank (the device has 80 GB)"
 
 
 # ------------------------------------------------------------------------------------------------ step time
@@ -112,20 +96,6 @@ def test_volume_is_drawn_in_models_and_curves_that_end_alike_share_a_number() ->
     assert widths == sorted(widths, reverse=True)  # the one below is wider, so both are seen
 
 
-def test_memory_against_ranks_has_the_devices_line_inside() -> None:
-    ax = drawn(lambda ax: plots.memory_against_ranks({"ddp": {1: 120e9, 64: 120e9}}, ax, device_bytes=8e9))
-    assert [line.get_ydata()[0] for line in lines_of(ax, "device")] == [8e9]
-    assert ax.get_ylim()[0] < 8e9 < 120e9 < ax.get_ylim()[1]
-    assert "120 GB" in written(ax)
-
-
-def test_panels_stand_below_each_other() -> None:
-    fig, (upper, lower) = plots.panels([2, 3])
-    fig.draw_without_rendering()
-    assert fig.get_size_inches().tolist() == [6, 5]
-    assert upper.get_position().y0 > lower.get_position().y1
-
-
 # ------------------------------------------------------------------------------------------------- judgement
 
 ROWS = [
@@ -148,15 +118,6 @@ def test_a_scatter_counts_what_is_close_and_rings_what_is_not() -> None:
     assert stricter.get_title(loc="left") == "1 of 3 predictions within 10% of their measurement"
 
 
-def test_where_names_would_lie_on_each_other_what_is_far_off_is_named() -> None:
-    crowd = [("send", f"a long name {i}", 1.249, 1.0) for i in range(20)]
-    crowd.append(("send", "this one is off", 1.251, 1.0))
-    ax = drawn(lambda ax: plots.scatter(crowd, ax))
-    (labels,) = ax.findobj(_RoomyLabels)
-    assert "this one is off" in labels.shown
-    assert len(labels.shown) < len(crowd)
-
-
 def variation(factor: str, scale: float, first_ms: float, second_ms: float, usual: str = "A") -> Variation:
     winner = "A" if first_ms < second_ms else "B"
     return Variation(factor, scale, Setting(H100, 8), first_ms, second_ms, winner, winner != usual)
@@ -175,11 +136,6 @@ def test_a_factor_that_changes_the_winner_is_red_and_others_are_not() -> None:
     assert ALARM not in {lines_of(ax, f"latency {scale}")[0].get_color() for scale in (0.5, 1, 2)}
     (as_it_is,) = lines_of(ax, "ranks 1")
     assert (as_it_is.get_marker(), as_it_is.get_color() == ALARM) == ("D", False)
-
-
-def test_a_conclusion_that_nothing_changes_is_said_to_stand() -> None:
-    ax = drawn(lambda ax: plots.sensitivity([variation("latency", s, 10, 11) for s in (0.5, 1)], ax))
-    assert ax.get_title(loc="left") == "None would change that A is faster"
 
 
 # ---------------------------------------------------------------------------------------------- every picture

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
@@ -56,21 +55,6 @@ def test_what_is_off_its_line_stands_out_and_nothing_else():
     assert [op for op in OPS if lines(ax, f"off: {op}")] == ["reduce_scatter"]
 
 
-def test_marks_on_one_point_differ_in_size_and_all_marks_in_shape():
-    ax = drawn(gloo)
-    marks = {op: lines(ax, op)[0] for op in OPS}
-    assert len({mark.get_marker() for mark in marks.values()}) == len(OPS)
-    for of_point in (("all_reduce", "reduce_scatter"), ("broadcast", "all_gather", "exchange")):
-        assert len({marks[op].get_markersize() for op in of_point}) == len(of_point)
-
-
-def test_without_measurements_there_are_the_lines_alone():
-    ax = drawn(lambda ax: plots.bytes_on_wire(LINES, LINE_OF_OP, {}, ax))
-    assert {line.get_label() for line in ax.lines} == set(LINES)
-    ax = drawn(lambda ax: plots.bytes_on_wire(LINES, LINE_OF_OP, {op: {} for op in OPS}, ax))
-    assert {line.get_label() for line in ax.lines} == set(LINES)
-
-
 @pytest.mark.parametrize(
     ("line_of_op", "measured", "message"),
     [
@@ -107,19 +91,6 @@ def test_curves_are_drawn_as_given_and_dots_lie_on_them():
         assert points(ax, name) == list(curve.items())
     assert dict(points(ax, "turn")) == pytest.approx({1e6: 2.0, 1e7: 0.08, 1e8: 1.0})
     assert {"1 MB", "10 MB", "100 MB", "slow", "fast", "far"} <= set(written(ax))
-
-
-@settings(max_examples=20)
-@given(st.floats(1e2, 1e11))
-def test_a_dot_between_two_points_lies_between_their_heights(turn):
-    _, ax = plots.figure(6, 3)
-    plots.time_against_bytes({"slow": CURVES["slow"]}, ax, turns={"slow": turn})
-    ((x, y),) = points(ax, "turn")
-    assert x == turn
-    nearest = sorted(SIZES, key=lambda size: abs(size - min(max(turn, SIZES[0]), SIZES[-1])))
-    below = max([size for size in SIZES if size <= turn], default=nearest[0])
-    above = min([size for size in SIZES if size >= turn], default=nearest[0])
-    assert CURVES["slow"][below] * 0.999 <= y <= CURVES["slow"][above] * 1.001
 
 
 @pytest.mark.parametrize(
