@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, strategies as st
 from living import Living
 from llama_block import SMALL, B, FusedNorm, LlamaBlock, S
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from zero_ref.simulator.activations import (
-    ATTENTION,
-    CHECKPOINTING,
-    OF_THE_PAPER,
     activation_bytes,
     activations,
     head_bytes,
@@ -27,8 +23,6 @@ from zero_ref.simulator.activations import (
     kinds_apart,
     matrices,
 )
-from zero_ref.simulator.decoders import Decoder
-from zero_ref.simulator.dense import DENSE
 from zero_ref.simulator.models import GPT2, TRANSFORMERS, blocks, from_config
 
 # ----------------------------------------------------------------------------------------------- example
@@ -60,18 +54,6 @@ def test_scores_are_the_published_multiple_of_the_rest() -> None:
     assert round(1 - without_scores / everything, 2) == 0.70
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_every_preset_has_activations(name: str) -> None:
-    model = TRANSFORMERS[name]
-    assert activation_bytes(model, 1) == activation_bytes(model, 1, model.positions) > 0
-
-
-def test_a_configuration_has_activations() -> None:
-    config = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
-    model = from_config(config | {"n_positions": 1024})
-    assert activation_bytes(model, 2) == activation_bytes(TRANSFORMERS["gpt2"], 2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -88,32 +70,6 @@ def test_a_configuration_has_activations() -> None:
 def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         activation_bytes(TRANSFORMERS["gpt2"], **arguments)
-
-
-# ---------------------------------------------------------------------------------------------- property
-
-models = st.builds(
-    GPT2, st.integers(1, 64).map(lambda n: n * 8), st.integers(1, 50), st.sampled_from([1, 2, 4, 8])
-)
-
-
-@given(models, st.integers(1, 64), st.integers(1, 4096))
-def test_checkpointing_more_keeps_no_more(model: GPT2, batch: int, sequence: int) -> None:
-    none, selective, full = (
-        activation_bytes(model, batch, sequence, way, attention="unfused") for way in OF_THE_PAPER
-    )
-    assert selective < none
-    assert full <= none
-    assert (full == none) == (model.depth == 1)  # the one block is computed again, and is there whole
-    assert activation_bytes(model, batch, sequence) == selective
-    assert activation_bytes(model, batch, sequence, "full") <= selective
-
-
-@given(models, st.integers(1, 64), st.integers(1, 4096), st.sampled_from(list(CHECKPOINTING)))
-def test_activations_grow_with_the_batch(model: GPT2, batch: int, sequence: int, way: str) -> None:
-    for attention in ATTENTION:
-        one = activation_bytes(model, 1, sequence, way, attention=attention)
-        assert activation_bytes(model, batch, sequence, way, attention=attention) == batch * one
 
 
 # ------------------------------------------------------------------------------------------------ parity
@@ -430,17 +386,3 @@ def check_matrices(model: Any) -> None:
     named = model.shapes()
     of_block = sorted(named[i].numel for i in blocks(named)[1] if len(named[i].shape) == 2)
     assert sorted(one.inputs * one.outputs for one in matrices(model.layers[0])) == of_block
-
-
-@pytest.mark.parametrize("family", DENSE)
-def test_every_familys_products_are_its_matrices_and_checkpointing_keeps_less(family: str) -> None:
-    model = Decoder(family, width=64, depth=4, hidden=160, heads=4, key_value_heads=2, vocabulary=10)
-    if family == "gpt_neox":
-        model = replace(model, key_value_heads=4)
-    check_matrices(model)
-    kept = {way: activations(model, 2, 16, way) for way in CHECKPOINTING}
-    assert kept["selective"].blocks > kept["by-operation"].blocks > kept["full"].blocks
-    assert kept["selective"].blocks > kept["every-other-block"].blocks > kept["full"].blocks
-    assert kept["selective"].again == 0 < kept["by-operation"].again < kept["full"].again
-    for way, found in kept.items():
-        assert activations(model, 2, 16, way, compiled=True).blocks <= found.blocks

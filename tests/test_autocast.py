@@ -13,7 +13,7 @@ from llama_block import SMALL, B, LlamaBlock, S
 from torch.utils.checkpoint import checkpoint
 
 from zero_ref.simulator.activations import activations
-from zero_ref.simulator.autocast import cast_weights, reads_of_norms
+from zero_ref.simulator.autocast import reads_of_norms
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.kernels import COMPILED, EAGER, kernels, touched_by_token
 from zero_ref.simulator.models import MODELS, TRANSFORMERS
@@ -70,17 +70,6 @@ def test_parameters_and_state_are_those_of_float32_and_the_peak_of_16_bits() -> 
     ]
     # More is kept than in 16 bits, and less than in 32.
     assert half.activation_bytes < scenario.activation_bytes < full.activation_bytes
-
-
-def test_the_cached_casts_of_checkpointed_blocks_are_there_at_the_end_of_forward() -> None:
-    model = TRANSFORMERS["llama3-8b"]
-    scenario = Scenario(model, H100, 64, dtype="float32", autocast="bfloat16", checkpointing="full")
-    casts = 2 * 32 * cast_weights(model.layers[0])
-    assert scenario.activations.cached == casts == 13_958_643_712
-    memory = scenario.run("zero-3").memory
-    plain = replace(scenario, autocast=None).run("zero-3").memory
-    assert (memory.phase, plain.phase) == ("forward", "loss")
-    assert memory.peak_items["temporaries"] == casts
 
 
 def test_what_is_cast_is_read_and_written() -> None:

@@ -16,7 +16,7 @@ from zero_ref.plan.rules import even, sorted_greedy
 from zero_ref.simulator.checkpoints import LOADS, SAVES, Passage, load, save
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.ledger import StateRule, state_rule
-from zero_ref.simulator.models import MODELS, specs
+from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.saved import Saved
 from zero_ref.simulator.scenario import Scenario
 
@@ -57,18 +57,6 @@ def test_frozen_parameters_are_in_the_file_without_state() -> None:
     assert saved.of_rank == ((4000, 4, 8000, 8000), (2000, 0, 0, 0))
 
 
-def test_without_parameters_only_the_state_counts() -> None:
-    saved = replace(saved_of([4096, 100], 2), parameters=False)
-    assert (saved.parameter_bytes, saved.own_parameter_bytes) == (0, (0, 0))
-    assert saved.file_bytes == saved.state_bytes
-    assert saved.largest_whole_bytes == 4 * 4096
-
-
-def test_a_partition_of_other_parameters_is_refused() -> None:
-    with pytest.raises(ValueError, match="parameter"):
-        Saved((ParamSpec(64),), even([128], 2), ADAM)
-
-
 # ------------------------------------------------------------------------------------------------- ways
 
 
@@ -88,12 +76,6 @@ def test_rank_0_alone_holds_the_gathered_whole_and_no_rank_does_in_a_sharded_sav
     # The largest part of a tensor: a master of 4 bytes for each of 1/8 of all elements.
     assert max(parts.host_bytes) == 4 * (2**21 + 2**17)
     assert sum(parts.disk_bytes) == saved.file_bytes + 4 * 7  # 7 cuts
-
-
-def test_in_the_background_ranks_hold_what_they_own_a_second_time() -> None:
-    passage = save("sharded, in the background", saved_of([2**24], 8), H100)
-    assert set(passage.host_bytes) == {14 * 2**21 + 4}
-    assert set(passage.device_bytes) == {0}
 
 
 def test_loading_the_one_file_takes_a_whole_of_it_for_each_rank_of_a_node_but_one_reads_it() -> None:
@@ -117,36 +99,7 @@ def _host(way: str, saved: Saved) -> tuple[int, ...]:
     return load(way, saved, H100).host_bytes
 
 
-def test_a_load_that_rebuilds_the_state_holds_it_twice() -> None:
-    saved = saved_of([2**24], 4)
-    once, twice = load("in place", saved, H100), load("rebuilt", saved, H100)
-    assert [after - before for after, before in zip(twice.device_bytes, once.device_bytes)] == list(
-        saved.own_state_bytes
-    )
-
-
-def test_shards_are_read_once_by_all_ranks_together_at_any_number_of_them() -> None:
-    for ranks in (1, 3, 8):
-        saved = saved_of([2**20, 999], ranks)
-        again = 4 * (sum(map(len, saved.partition.slices_of_rank)) - 2)  # a step count for each part
-        assert sum(load("sharded", saved, H100).disk_bytes) == saved.file_bytes + again
-
-
 # --------------------------------------------------------------------------------------------- machines
-
-
-@pytest.mark.parametrize("way", list(SAVES))
-def test_where_the_device_is_the_processor_nothing_is_on_a_device_or_crosses_to_it(way: str) -> None:
-    passage = save(way, saved_of([2**20, 64], 4, ADAM, "float32"), LAPTOP)
-    assert (max(passage.device_bytes), passage.ms["host link"]) == (0, 0)
-
-
-def test_with_one_memory_a_load_holds_the_state_in_it() -> None:
-    saved = saved_of([2**20, 64], 4, ADAM, "float32")
-    for way in LOADS:
-        passage = load(way, saved, LAPTOP)
-        assert max(passage.device_bytes) == 0
-        assert min(passage.host_bytes) >= min(saved.own_state_bytes), way
 
 
 def test_a_time_that_is_not_known_is_none_and_so_is_the_sum() -> None:
@@ -166,14 +119,6 @@ def test_twice_the_rate_of_the_storage_halves_its_time_and_no_other() -> None:
         fast = (save if name == way else load)(name, saved, twice)
         assert slow.ms["storage"] == pytest.approx(2 * (fast.ms["storage"] or 0)), way
         assert {**slow.ms, "storage": None} == {**fast.ms, "storage": None}, way
-
-
-def test_a_sharded_save_is_faster_with_more_nodes_and_a_gathered_one_is_not() -> None:
-    params = tuple(specs(MODELS["gpt2-xl"].shapes(), "bfloat16"))
-    numels = [param.numel for param in params]
-    few, many = (all_of(Saved(params, even(numels, ranks), MASTERS)) for ranks in (8, 64))
-    assert (many["sharded"].total_ms or 0) < (few["sharded"].total_ms or 0) / 7
-    assert (many["consolidated"].total_ms or 0) > (few["consolidated"].total_ms or 0)
 
 
 # -------------------------------------------------------------------------------- what others published
@@ -216,12 +161,6 @@ def test_on_gb200_loading_in_place_saves_one_state_of_the_rank_as_published() ->
     foreseen = {way: (held + load(way, saved, H100).device_bytes[0]) / GIB for way in published}
     assert {way: round(gib, 1) for way, gib in foreseen.items()} == {"rebuilt": 66.4, "in place": 42.1}
     assert max(abs(foreseen[way] / gib - 1) for way, gib in published.items()) < 0.051
-
-
-def test_on_288_ranks_each_load_of_experts_drops_by_their_state() -> None:
-    experts = on_one_rank(round(22.5 * GIB / 10), REMAINDERS)
-    drop = load("rebuilt", experts, H100).device_bytes[0] - load("in place", experts, H100).device_bytes[0]
-    assert drop / GIB == pytest.approx(22.5005, abs=6e-4)  # published: the median of the ranks
 
 
 # --------------------------------------------------------------------------------------------- command

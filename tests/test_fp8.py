@@ -10,7 +10,7 @@ import pytest
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.device import Device
 from zero_ref.simulator.kernels import Pass, Product, kernels
-from zero_ref.simulator.models import MODELS, TRANSFORMERS, from_config
+from zero_ref.simulator.models import MODELS, TRANSFORMERS
 from zero_ref.simulator.scenario import Scenario
 
 H100 = cluster("h100-ib")
@@ -59,17 +59,6 @@ def test_what_is_kept_and_sent_stays_in_16_bits() -> None:
     assert eight.computing_ms["memory"] > plain.computing_ms["memory"]
     # A share of the peak in 16 bits, as torchtitan logs it.
     assert eight.utilisation / plain.utilisation == pytest.approx(plain.iteration_ms / eight.iteration_ms)
-
-
-def test_experts_and_autocast_have_it_too() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"vocab_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    sizes |= {"intermediate_size": 48, "max_position_embeddings": 64}
-    found = kernels(from_config({"model_type": "qwen3_moe", "head_dim": 8, **sizes}), 2, 16, fp8=True)
-    assert sum(one.fp8 for one in found.forward.products) == len(found.forward.products) - 1
-    autocast = replace(EIGHT, dtype="float32", autocast="bfloat16")
-    assert autocast.machine.device.tflops == 989
-    assert autocast.run("zero-3").iteration_ms < replace(autocast, fp8=False).run("zero-3").iteration_ms
 
 
 @pytest.mark.parametrize(

@@ -55,25 +55,6 @@ def test_the_step_converts_no_gradients_and_the_loop_adds_them() -> None:
     assert replace(alone, gradient_dtype=None).workload_of("ddp").moved_bytes == (0, 0)
 
 
-def test_without_masters_only_the_gradients_are_wider() -> None:
-    plain = replace(GPT2, masters=False)
-    held = [one.run("ddp").memory for one in (plain, replace(plain, gradient_dtype="float32"))]
-    assert held[1].gradient_bytes == 2 * held[0].gradient_bytes
-    assert [one.master_bytes for one in held] == [0, 0]
-    assert held[1].moment_bytes == held[0].moment_bytes == 4 * plain.numel
-
-
-def test_the_memory_over_time_has_the_gradients_of_the_peak() -> None:
-    for scenario in (WIDE, replace(WIDE, accumulation=3)):
-        for strategy in ("ddp", "zero-2", "zero-3"):
-            run = scenario.run(strategy)
-            most = max(of_kind.get("gradients", 0) for _, of_kind in run.memory_by_kind(0))
-            assert most >= run.memories[0].gradient_bytes
-            assert max(sum(of_kind.values()) for _, of_kind in run.memory_by_kind()) == pytest.approx(
-                run.peak_bytes, rel=0.1
-            )
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -91,10 +72,3 @@ def test_the_memory_over_time_has_the_gradients_of_the_peak() -> None:
 def test_a_mistake_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(GPT2, **options)
-
-
-def test_what_averages_parameters_keeps_gradients_as_they_are() -> None:
-    assert WIDE.run("local-sgd").memory == GPT2.run("local-sgd").memory
-    assert replace(GPT2, dtype="float32", gradient_dtype="float32").run("ddp").memory.gradient_bytes == (
-        4 * GPT2.numel
-    )

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero_ref.simulator.activations import activations, matrices
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.kernels import kernels
-from zero_ref.simulator.lora import LORA_ON, Lora, is_adapter, with_adapters
-from zero_ref.simulator.models import MODELS, TRANSFORMERS, from_config
+from zero_ref.simulator.lora import LORA_ON, Lora
+from zero_ref.simulator.models import MODELS, TRANSFORMERS
 from zero_ref.simulator.scenario import Scenario
 
 H100 = cluster("h100-ib")
@@ -87,23 +87,6 @@ def test_adapters_are_as_many_as_peft_counts() -> None:
     assert replace(scenario, lora_on="attention").trained_numel == by_hand
 
 
-# Adapters are refused for mixtures of experts.
-@pytest.mark.parametrize(
-    "name", [n for n in TRANSFORMERS if n not in ("qwen3-30b-a3b", "deepseek-v3", "kimi-k2")]
-)
-@pytest.mark.parametrize("on", LORA_ON)
-def test_the_adapted_matrices_are_those_of_the_parameters(name: str, on: str) -> None:
-    model, lora = TRANSFORMERS[name], Lora(4, on)
-    found = [one for one in with_adapters(model.shapes(), lora) if is_adapter(one.name)]
-    of_blocks = sum(
-        layer.number * 4 * (one.inputs + one.outputs)
-        for layer in model.layers
-        for one in matrices(layer)
-        if lora.adapts(one)
-    )
-    assert sum(one.numel for one in found) == of_blocks > 0
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "zero-even", "zero-2", "zero-3"])
 def test_only_adapters_have_gradients_and_state_and_travel(strategy: str) -> None:
     scenario = replace(LLAMA, lora=16)
@@ -121,39 +104,6 @@ def test_only_adapters_have_gradients_and_state_and_travel(strategy: str) -> Non
     assert reduced[0] == pytest.approx(share * reduced[1], rel=0.01)
     most = max(sum(of_kind.values()) for _, of_kind in found.memory_by_kind())
     assert most == pytest.approx(found.peak_bytes, rel=0.05)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero-2", "zero-3"])
-def test_an_iteration_computes_all_of_backward(strategy: str) -> None:
-    run = replace(LLAMA, lora=16).run(strategy)
-    times = {"forward": 0.0, "backward": 0.0}
-    for one, begin, end in zip(run.schedule.operations, run.played.begin_ms, run.played.end_ms):
-        if one.label in times:
-            times[one.label] += end - begin
-    found, device = run.scenario.kernels, run.scenario.machine.device
-    assert found is not None
-    moved = device.touch_ms(
-        sum(
-            nbytes * numel
-            for nbytes, numel in zip(
-                run.scenario.workload_of(strategy).moved_bytes,
-                (run.scenario.numel, run.scenario.numel if strategy == "zero-3" else 41_943_040),
-            )
-        )
-    )
-    computed = found.forward.ms(device) + found.backward.ms(device) + moved
-    assert sum(times.values()) == pytest.approx(computed, rel=1e-6)
-    # Backward is one product of each frozen weight, and not two.
-    full = LLAMA.run(strategy)
-    assert run.computing_ms["matrix products"] < full.computing_ms["matrix products"]
-
-
-def test_utilisation_counts_no_gradients_of_frozen_weights() -> None:
-    run = replace(LLAMA, lora=16).run("ddp")
-    scenario = run.scenario
-    of_token = 4 * LLAMA.numel + 6 * scenario.trained_numel + 6 * scenario.numel * scenario.attention_share
-    reached = of_token * 4096 / (run.iteration_ms * 989e9)
-    assert run.utilisation == pytest.approx(reached)
 
 
 @pytest.mark.parametrize(
@@ -185,22 +135,3 @@ def test_checkpointing_by_operation_keeps_every_other_product_of_adapters_too() 
     listed = matrices(model)
     more = sum(one.outputs for one in listed[::2]) + RANK * len(listed[1::2])
     assert found - plain == 2 * B * S * more
-
-
-def test_a_configurations_adapters_count_among_its_active_parameters() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 4, "vocab_size": 64}
-    model = from_config({"model_type": "gemma3_text", **sizes, "head_dim": 8, "sliding_window": 4})
-    scenario = Scenario(model, H100, 2, sequence=16, lora=2)
-    assert scenario.active == scenario.numel
-
-
-def test_in_32_bits_adapters_touch_twice_the_bytes() -> None:
-    llama = TRANSFORMERS["llama3-8b"]
-    added = []
-    for itemsize in (2, 4):
-        plain, adapted = (
-            kernels(llama, batch=1, sequence=2048, itemsize=itemsize, lora=lora) for lora in (None, Lora(16))
-        )
-        added.append(adapted.forward.touched_bytes - plain.forward.touched_bytes)
-    assert added[1] == 2 * added[0] > 0

@@ -11,15 +11,13 @@ from hypothesis import given, strategies as st
 from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition
-from zero_ref.plan.rules import even, sorted_greedy
+from zero_ref.plan.rules import sorted_greedy
 from zero_ref.simulator.ledger import (
     BOTH_GRADS_20,
     CONVENTIONS,
-    STATE_RULES,
     Convention,
     StateRule,
     ledger,
-    state_bytes_of_rank,
 )
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks, whole_bytes
 from zero_ref.simulator.models import blocks, shapes, specs
@@ -61,39 +59,6 @@ def test_the_optimizer_takes_the_place_of_adams_moments() -> None:
     assert whole_bytes(params, MemorySettings(1, BOTH_GRADS_20, StateRule(1, 0))) == (20, 20, 80, 40, 0)
 
 
-def test_a_frozen_parameter_is_only_held() -> None:
-    frozen = [ParamSpec(10, trainable=False)]
-    assert whole_bytes(frozen, MemorySettings(0)) == (20, 0, 0, 0, 0)
-    assert whole_bytes(frozen, MemorySettings(0, None, "Adagrad")) == (40, 0, 0, 40, 4)
-
-
-def test_ddp_keeps_its_gradients_twice_unless_they_are_views() -> None:
-    params = [ParamSpec(10)]
-    for stage, expected in ((0, 20), (1, 20), (2, 0), (3, 0)):
-        assert average_memory(params, 2, MemorySettings(stage)).gradient_bucket_bytes == expected
-        assert (
-            average_memory(
-                params, 2, MemorySettings(stage, gradient_as_bucket_view=True)
-            ).gradient_bucket_bytes
-            == 0
-        )
-
-
-def test_gradients_that_are_added_in_32_bits_make_18_bytes_a_parameter() -> None:
-    params = [ParamSpec(1000, "bfloat16")]
-    for stage, expected in enumerate((18, 6 + 12 / 8, 2 + 16 / 8, 18 / 8)):
-        settings = MemorySettings(stage, "fp32-grads-18", gradient_as_bucket_view=True)
-        memory = average_memory(params, 8, settings)
-        model = memory.parameter_bytes + memory.gradient_bytes + memory.master_bytes + memory.moment_bytes
-        assert model == 1000 * expected == ledger(1000, 8, stage, "fp32-grads-18").total_bytes
-
-
-def test_one_rank_communicates_nothing() -> None:
-    params = specs(shapes("gpt2"))
-    for stage in range(4):
-        assert average_memory(params, 1, MemorySettings(stage)).communication_bytes == 0
-
-
 def test_no_buffer_is_larger_than_what_travels() -> None:
     params = [ParamSpec(10), ParamSpec(90, trainable=False)]
     assert average_memory(params, 2, MemorySettings(1)).communication_bytes == 20
@@ -111,21 +76,6 @@ def test_stage_3_gathers_its_largest_units() -> None:
     assert two == 2 * (root + 2 * block) + 2 * root, "the root stays, two blocks, and one unit's gradients"
     four = average_memory(specs(named), 64, MemorySettings(3, gathered_units=4)).communication_bytes
     assert four - two == 2 * (2 * block)
-
-
-def test_without_names_stage_3_gathers_the_whole_model() -> None:
-    assert average_memory([ParamSpec(10), ParamSpec(20)], 2, MemorySettings(3)).communication_bytes == 60 + 60
-
-
-def test_the_fullest_rank_of_whole_tensors_is_far_from_the_average() -> None:
-    params = specs(shapes("llama3-8b"), "float32")
-    settings = MemorySettings(1, None, gradient_as_bucket_view=True, bucket_bytes=0)
-    fullest = max(
-        memory.moment_bytes
-        for memory in memory_of_ranks(plan_partition("sorted_greedy", params, 1024), params, settings)
-    )
-    assert fullest == 525_336_576 * 8
-    assert fullest / average_memory(params, 1024, settings).moment_bytes == pytest.approx(67, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -175,19 +125,6 @@ def test_the_average_is_the_ledger(numel: int, world_size: int, stage: int, conv
     assert memory.master_bytes + memory.moment_bytes == pytest.approx(books.optimizer_bytes, rel=1e-15)
 
 
-@given(
-    PARAMS, st.integers(1, 9), st.sampled_from(["even", "sorted_greedy"]), st.sampled_from(list(STATE_RULES))
-)
-def test_without_a_convention_it_is_torchs_optimizer_state(
-    params: list[ParamSpec], world_size: int, rule: str, optimizer: str
-) -> None:
-    partition = plan_partition(rule, params, world_size)
-    memories = memory_of_ranks(partition, params, MemorySettings(1, None, optimizer))
-    kept = tuple(memory.moment_bytes + memory.scalar_bytes for memory in memories)
-    assert kept == state_bytes_of_rank(partition, params, optimizer)
-    assert all(memory.master_bytes == 0 for memory in memories)
-
-
 @given(PARAMS, st.integers(1, 9), st.integers(0, 3), st.sampled_from([None, *CONVENTIONS]))
 def test_what_is_divided_adds_up_and_what_is_not_is_everywhere(
     params: list[ParamSpec], world_size: int, stage: int, convention: str | None
@@ -221,19 +158,6 @@ def test_padding_is_the_layouts(params: list[ParamSpec], world_size: int) -> Non
     assert {memory.padding_bytes for memory in in_own_dtype} == {sum(f.padding * f.itemsize for f in flats)}
     in_16_bits = memory_of_ranks(partition, params, MemorySettings(2, flat=True))
     assert {memory.padding_bytes for memory in in_16_bits} == {sum(flat.padding * 2 for flat in flats)}
-
-
-@given(PARAMS, st.integers(2, 9), st.integers(0, 2))
-def test_a_higher_stage_holds_no_more_of_the_model(
-    params: list[ParamSpec], world_size: int, stage: int
-) -> None:
-    numels = [param.numel for param in params]
-    here, further = (
-        memory_of_ranks(even(numels, world_size), params, MemorySettings(s)) for s in (stage, stage + 1)
-    )
-    for lower, higher in zip(here, further, strict=True):
-        for item in ("parameters", "gradients", "master copies", "moments", "scalars", "gradient buckets"):
-            assert higher.items[item] <= lower.items[item]
 
 
 # ------------------------------------------------------------------------------------------------ parity

@@ -9,10 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from zero_ref.simulator.activations import activations
-from zero_ref.simulator.cluster import cluster
-from zero_ref.simulator.models import GPT2, MODELS, TRANSFORMERS, Llama, from_config
-from zero_ref.simulator.norms import NORMS, beside_of_element, kept_beside
-from zero_ref.simulator.scenario import Scenario
+from zero_ref.simulator.models import GPT2, Llama, from_config
+from zero_ref.simulator.norms import beside_of_element, kept_beside
 
 TOKENS, WIDTH = 100, 64
 Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -127,26 +125,6 @@ def test_a_silu_by_hand_keeps_the_sigmoid_too() -> None:
     assert by_hand - in_one == TOKENS * more.numel * 4
 
 
-def test_what_is_beside_grows_the_activations_by_hand() -> None:
-    model = TRANSFORMERS["llama3-8b"]
-    fused, by_hand = (activations(model, 2, 1024, norms=norms) for norms in ("fused", "by-hand"))
-    assert by_hand.blocks - fused.blocks == 2048 * 32 * 2 * 4096 * 4
-    assert by_hand.head - fused.head == 2048 * 4096 * 4
-    repeated = activations(model, 2, 1024, repeated_kv=True)
-    assert repeated.blocks - fused.blocks == 2048 * 32 * 2 * (4096 - 1024) * 2
-    full = [activations(model, 2, 1024, "full", norms=norms) for norms in NORMS]
-    assert len({one.blocks for one in full}) == 1
-    assert full[0].again < full[1].again < full[2].again
-
-
-def test_compiled_blocks_keep_as_much_whatever_their_norms() -> None:
-    model = TRANSFORMERS["llama3-8b"]
-    kept = [
-        activations(model, 1, 128, norms=norms, repeated_kv=True, compiled=True).blocks for norms in NORMS
-    ]
-    assert len(set(kept)) == 1
-
-
 def test_a_layer_norm_is_one_kernel() -> None:
     model = GPT2(64, 2, 4, dropout=False)
     assert activations(model, 1, norms="by-hand") == activations(model, 1)
@@ -159,11 +137,3 @@ def test_norms_of_heads_and_of_results_count() -> None:
     assert kept_beside(qwen.layers[0], "by-hand", False)[0].numel == 2 * 64 + 6 * 16
     gemma = from_config({"model_type": "gemma2", **sizes, "max_position_embeddings": 64})
     assert kept_beside(gemma.layers[0], "by-hand", False)[0].numel == 4 * 64
-
-
-def test_a_scenario_takes_both() -> None:
-    usual = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 8, checkpointing="none")
-    more = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 8, norms="composite", repeated_kv=True)
-    assert more.activations.blocks > usual.activations.blocks
-    with pytest.raises(ValueError, match=r"norms.*'some'.*choose one of fused, by-hand, composite"):
-        Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 8, norms="some")

@@ -66,28 +66,11 @@ def test_the_phases_of_a_rank_alone_by_hand() -> None:
     assert list(phases()) == list(PHASES)
 
 
-def test_the_gradient_of_a_tied_embedding_is_there_from_the_head_on_and_made_again_at_the_end() -> None:
-    alone, tied = phases(), phases(tied=True)
-    assert (
-        tied["backward"] == 5000 - 1000 + 300 + 2000 + 2000
-    )  # the embedding's, and what lies behind the blocks
-    assert tied["reduction"] == alone["reduction"] + 2000
-
-
 def test_gradients_that_add_up_are_there_from_the_beginning() -> None:
     once, more = phases(), phases(accumulates=True)
     assert more["forward"] - once["forward"] == 4400
     assert more["backward"] == 5000 - 1000 + 300 + 4400
     assert more["step"] == once["step"]
-
-
-def test_ddp_keeps_buckets_and_a_rank_alone_has_none() -> None:
-    twice = replace(SETTINGS, ddp=True)
-    assert average_memory(PARAMS, 2, twice).gradient_bucket_bytes == 4400
-    assert average_memory(PARAMS, 2, SETTINGS).gradient_bucket_bytes == 0
-    view = replace(twice, gradient_as_bucket_view=True)
-    assert view.gradients_stay
-    assert not replace(view, ddp=False).gradients_stay
 
 
 def test_under_stage_3_the_root_s_gradients_are_whole_until_the_end() -> None:

@@ -24,10 +24,8 @@ from zero_ref.simulator.which import (
     HIDES,
     TREE,
     compared,
-    room_gb,
     tokens_for_short_update,
     tokens_to_hide,
-    way_through,
     ways_of,
 )
 
@@ -86,30 +84,6 @@ def test_what_is_no_rate_is_refused(wrong: tuple[float, float, int]) -> None:
         tokens_to_hide(*wrong)
 
 
-@pytest.mark.parametrize("wrong", [(0, 50, 0.05), (400, -1, 0.05), (400, 50, 0), (400, 50, 1)])
-def test_what_is_no_share_is_refused(wrong: tuple[float, float, float]) -> None:
-    with pytest.raises(ValueError, match="above 0"):
-        tokens_for_short_update(*wrong)
-
-
-def test_what_leaves_its_room_free_surely_fits_and_no_other() -> None:
-    h100 = cluster("h100-ib")
-    for batch in (1, 2, 3, 4, 6):
-        for name, run in ways_of(
-            Scenario(MODELS["llama3-8b"], h100, 8, batch, 2048, checkpointing="by-operation")
-        ).items():
-            if name not in ("stage 3", "hybrid"):  # whose allocator keeps more than its share
-                assert (run.memory.allocated_bytes < 1e9 * room_gb(h100.device)) == bool(run.fits), (
-                    name,
-                    batch,
-                )
-
-
-def test_a_device_of_unknown_memory_has_no_room() -> None:
-    with pytest.raises(ValueError, match="is not known"):
-        room_gb(cluster("loopback").device)
-
-
 # -------------------------------------------------------------------------------------------------- the tree
 
 
@@ -127,15 +101,6 @@ def test_each_advice_is_a_way_that_there_is() -> None:
     assert advised <= {*ways_of(several), BEYOND}
 
 
-def test_each_question_has_an_answer_and_every_way_ends() -> None:
-    found = compared(Scenario(MODELS["gpt2"], cluster("h100-ib"), 8)).found
-    asked = [node.text for node in nodes(TREE) if isinstance(node, Question)]
-    assert sorted(asked) == sorted(found)
-    for answers in itertools.product([False, True], repeat=len(found)):
-        path = way_through(TREE, dict(zip(found, answers)))
-        assert isinstance(nodes_on(TREE, path)[-1], Advice)
-
-
 def test_the_tree_of_a_model_says_what_decided() -> None:
     found = compared(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 64, accumulation=4, sequence=2048))
     *asked, advice = nodes_on(found.tree, found.path)
@@ -148,46 +113,12 @@ def test_the_tree_of_a_model_says_what_decided() -> None:
     assert "stage 2, no_sync" in found.advice.name
 
 
-def test_one_rank_has_nothing_to_gather() -> None:
-    alone = compared(Scenario(MODELS["gpt2"], cluster("h100-ib"), 1))
-    assert (alone.tokens_needed, alone.saved_by_dividing) == (0, 0)
-    assert alone.advice.name == "DDP"
-
-
 def test_where_nothing_overlaps_nothing_hides() -> None:
     laptop = compared(Scenario(MODELS["gpt2"], cluster("loopback"), 4, sequence=128))
     assert laptop.tokens_needed == math.inf
     assert laptop.advice.name == "DDP"
     assert laptop.found[HIDES] is False
     assert set(laptop.fitting) == set(laptop.runs)  # its memory is not known
-
-
-def test_a_model_that_fits_nowhere_is_beyond() -> None:
-    found = compared(Scenario(MODELS["llama3-405b"], cluster("h100-ib"), 8, sequence=1024))
-    assert (found.fastest, found.advice.name, found.behind) == (None, BEYOND, None)
-
-
-def test_whole_gradients_are_a_way_only_where_passes_add_up() -> None:
-    once = Scenario(MODELS["gpt2"], cluster("h100-ib"), 16)
-    assert set(ways_of(once)) == {"DDP", "stage 1", "stage 2", "stage 3", "hybrid"}
-    several = ways_of(once.like(accumulation=3, no_sync=True))
-    assert set(several) - set(ways_of(once)) == {
-        f"{one}, no_sync" for one in ("stage 2", "stage 3", "hybrid")
-    }
-    for name, run in several.items():
-        assert run.scenario.no_sync == name.endswith("no_sync")
-    assert several["hybrid, no_sync"].scenario.shard_group == 8
-
-
-def test_with_whole_gradients_an_update_sends_as_much_as_under_ddp() -> None:
-    ways = ways_of(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 64, accumulation=4))
-    once = 2 * 8_030_261_248 * 63 / 64
-    movements = {name: run.sent_bytes / once for name, run in ways.items()}
-    expected = {"DDP": 2, "stage 1": 3, "stage 2": 4 + 1, "stage 2, no_sync": 2}
-    assert {name: movements[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-    # Of stage 3 the root is gathered once a pass.
-    assert 11 < movements["stage 3"] < 12
-    assert 8 < movements["stage 3, no_sync"] < 9
 
 
 # ---------------------------------------------------------------------------- the tree beside the simulator
