@@ -107,11 +107,6 @@ def test_the_example_of_a_cell_is_what_a_cell_is() -> None:
 
 
 @pytest.mark.parametrize("where", [None, ELSEWHERE])
-def test_the_cell_is_as_wide_as_a_chapter_allows(where: str | None) -> None:
-    assert max(map(len, address.install_cell(where).splitlines())) <= 86
-
-
-@pytest.mark.parametrize("where", [None, ELSEWHERE])
 def test_the_cell_does_nothing_where_the_package_is(where: str | None) -> None:
     source = TransformerManager().transform_cell(address.install_cell(where))
     commands: list[str] = []
@@ -143,16 +138,6 @@ def test_where_the_package_is_missing_the_cell_installs_it_and_says_if_it_could_
     assert "On Kaggle, turn on Internet" in told
 
 
-def test_where_pip_has_installed_it_the_cell_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[object] = []
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found[0] if found else None)
-    ipython = SimpleNamespace(run_line_magic=lambda *words: found.append(words))
-    exec(
-        TransformerManager().transform_cell(address.install_cell(ELSEWHERE)), {"get_ipython": lambda: ipython}
-    )
-    assert len(found) == 2
-
-
 @pytest.mark.parametrize("folder", ["notebooks", "."])
 def test_without_an_address_the_cell_says_the_one_line_that_installs_from_a_clone(
     folder: str, monkeypatch: pytest.MonkeyPatch
@@ -168,23 +153,6 @@ def test_without_an_address_the_cell_says_the_one_line_that_installs_from_a_clon
         assert name != "zero_ref" or "lab" in made["optional-dependencies"]
 
 
-def test_outside_of_a_clone_it_says_what_to_put_in_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (told,) = run_where_the_package_is_missing(None, monkeypatch)
-    assert '%pip install "CLONE[lab]" "CLONE/zero_ref_course" (CLONE is the folder of your clone)' in told
-
-
-def test_the_readme_links_to_where_a_chapter_opens_with_nothing_installed() -> None:
-    told = address.readme_lines(ELSEWHERE)
-    chapter = "/blob/main/notebooks/01_ledger.ipynb"
-    assert f"https://colab.research.google.com/github/example/sharded-books{chapter}" in told
-    assert f"https://www.kaggle.com/kernels/welcome?src={ELSEWHERE}{chapter}" in told
-    assert "https://mybinder.org/v2/gh/example/sharded-books/main" in told
-    assert "kaggle" not in address.readme_lines(None).lower()
-
-
 @pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_imports_the_package_only_after_it_is_installed(notebook: Path) -> None:
     code = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
@@ -194,17 +162,3 @@ def test_a_notebook_imports_the_package_only_after_it_is_installed(notebook: Pat
     imports = ast.walk(ast.parse(TransformerManager().transform_cell("".join(code[0]["source"]))))
     modules = {node.module for node in imports if isinstance(node, ast.ImportFrom)}
     assert modules <= {"importlib", "importlib.util", "pathlib"}
-
-
-def test_the_book_has_buttons_if_there_is_an_address_and_none_if_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def options(where: str | None) -> dict[str, object]:
-        monkeypatch.setattr(address, "read_address", lambda: where)
-        config = SimpleNamespace(html_theme_options={"launch_buttons": {}, "show_toc_level": 2})
-        address.add_buttons(None, config)
-        return config.html_theme_options
-
-    assert options(None) == {"launch_buttons": {}, "show_toc_level": 2}
-    made = options(ELSEWHERE)
-    assert made["repository_url"] == ELSEWHERE
-    assert made["show_toc_level"] == 2
-    assert set(made["launch_buttons"]) == {"notebook_interface", "binderhub_url", "colab_url"}  # type: ignore[call-overload]

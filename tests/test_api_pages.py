@@ -174,14 +174,6 @@ def test_what_is_not_for_readers_exists_and_is_not_shown():
             assert f"{module}.{name}" not in api.shown()
 
 
-def test_a_name_is_on_one_page_only(tmp_path, monkeypatch):
-    for page in ("a.md", "b.md"):
-        (tmp_path / page).write_text("```{eval-rst}\n.. autofunction:: zero_ref.even\n```\n")
-    monkeypatch.setattr(api, "PAGES", tmp_path)
-    with pytest.raises(ValueError, match=r"zero_ref\.even is on a\.md and on b\.md"):
-        api.shown()
-
-
 def test_everything_that_docstrings_may_name_leads_to_an_entry():
     for target in api.index_of(api.shown()).values():
         assert target in api.shown() or target.rpartition(".")[0] in api.shown()
@@ -250,29 +242,12 @@ def test_prose_means_the_same_as_before(text, rest):
     assert api.prose_to_rest(text) == rest
 
 
-def test_an_example_stays_as_it_is_and_begins_a_paragraph():
-    lines = ["A `sum`:", ">>> f(2 * 3)     # `f`", "6", "", "And `more`."]
-    assert list(api.text_to_rest(lines, lambda code: None)) == [
-        "A ``sum``:", "", ">>> f(2 * 3)     # `f`", "6", "", "And ``more``.",
-    ]  # fmt: skip
-
-
 def test_a_section_may_begin_on_the_line_of_its_name():
     lines = ["Args: as `even`, and", "    kinds: of tensor,", "        or None.", "Raises, Cost: as `even`."]
     assert api.to_rest(lines) == [
         ":Args:", "   as ``even``, and", "", "   ``kinds``", "      of tensor,", "      or None.", "",
         ":Raises, Cost:", "   as ``even``.", "",
     ]  # fmt: skip
-
-
-def test_a_section_of_prose_with_a_colon_has_no_items():
-    lines = ["Returns:", "    What it gives: the loss, or None."]
-    assert api.to_rest(lines) == [":Returns:", "   What it gives: the loss, or None.", ""]
-
-
-def test_a_word_before_a_colon_in_prose_is_no_section():
-    lines = ["Averages: what divides evenly.", "Sources of error: none."]
-    assert api.to_rest(lines)[:2] == lines
 
 
 def test_an_argument_is_no_link_even_if_something_has_its_name():
@@ -285,14 +260,6 @@ def test_an_argument_is_no_link_even_if_something_has_its_name():
     assert link("schedule") is None
     play.__module__, play.__signature__ = play.__module__, inspect.Signature()
     assert link("schedule") == "zero_ref.simulator.schedule.schedule"
-
-
-def test_a_word_that_two_things_have_is_no_link():
-    index = api.index_of(["zero_ref.lab.meter.held_bytes", "zero_ref.lab.stage_3.held_bytes", "zero_ref.OSS"])
-    assert "held_bytes" not in index
-    assert index["meter.held_bytes"] == "zero_ref.lab.meter.held_bytes"
-    assert index["OSS"] == index["zero_ref.dropin.oss.OSS"] == "zero_ref.OSS"
-    assert index["OSS.state_dict"] == "zero_ref.OSS.state_dict"
 
 
 def test_the_reference_has_every_option_of_a_dataclass_and_its_plain_type() -> None:

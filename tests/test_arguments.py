@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from zero_ref.lab._arguments import (
+    LARGEST_SEED,
     Output,
     OutputFile,
     OutputFolder,
@@ -23,7 +24,7 @@ from zero_ref.lab._arguments import (
     whole,
 )
 from zero_ref.lab.config import GPTConfig, TrainConfig
-from zero_ref.lab.model import GPT
+from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.strategies import trainable
 from zero_ref.simulator.ledger import MIXED_ADAMW
 from zero_ref.simulator.recipe import recipe
@@ -136,3 +137,10 @@ def test_a_model_in_another_dtype_is_the_same_but_for_rounding() -> None:
         assert torch.equal(param.bfloat16(), in_16)
     with pytest.raises(ValueError, match="unknown dtype 'float16'; choose one of float32, bfloat16"):
         GPTConfig(dtype="float16")
+
+
+def test_the_largest_seed_and_context_can_be_trained_with() -> None:
+    config = GPTConfig(context=32_768)
+    held_out = language_reference().held_out
+    tokens, _ = batch(held_out, config, 1, seed=LARGEST_SEED, step=10**7, rank=255)
+    assert tokens.shape == (1, 32_768)

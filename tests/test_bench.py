@@ -7,12 +7,10 @@ from dataclasses import replace
 
 import pytest
 from bench_results import report, step_result
-from hypothesis import given, settings
-from hypothesis.strategies import integers, lists
 
 from benchmarks import machine, tables
 from benchmarks.contenders import OURS, TORCH
-from benchmarks.results import Report, SuiteResult, Taken, merge, spread
+from benchmarks.results import Report, merge
 
 # ------------------------------------------------------------------------------------------- what is kept
 
@@ -33,27 +31,12 @@ def test_bytes_on_the_wire_are_told_in_parameters_for_all_ranks_but_one() -> Non
     assert replace(result, ranks=1).wire_units(TORCH) is None
 
 
-@given(lists(integers(1, 10**6), min_size=1, max_size=9))  # floats round when they are averaged
-@settings(max_examples=30)
-def test_the_median_lies_between_the_quartiles(values: list[int]) -> None:
-    found = spread(values)
-    assert found.low <= found.median <= found.high
-    assert min(values) <= found.median <= max(values)
-
-
 def test_a_report_comes_back_from_json_as_it_was() -> None:
     before = report(step_result())
     before.results[0].taken[OURS].figures["state_bytes"] = 5.0
     after = Report.from_json(json.loads(json.dumps(before.as_json())))
     assert after == before
     assert Report.from_json(json.loads(json.dumps(replace(before, commit=None).as_json()))).commit is None
-
-
-def test_reports_of_single_suites_become_one() -> None:
-    one, other = report(step_result()), report(replace(step_result(), suite="sync"))
-    both = merge([one, other])
-    assert [result.suite for result in both.results] == ["step", "sync"]
-    assert both.sessions == one.sessions + other.sessions
 
 
 @pytest.mark.parametrize(
@@ -82,9 +65,3 @@ def test_a_table_has_a_line_for_each_contender() -> None:
     by_name = {line[0]: line for line in lines}
     assert by_name[OURS][3:] == ["1", "1", "1.0000", "state 2.00 MB"]
     assert by_name[TORCH][1:4] == ["60 (30-120)", "120 (60-240)", "3"]
-
-
-def test_a_suite_without_times_has_a_table() -> None:
-    result = SuiteResult("memory", "tiny", 2, 3, 100, {OURS: Taken(figures={"state_share": 1.0})})
-    cells = [cell.strip() for cell in tables.suite_table(result).splitlines()[-1].split("|")]
-    assert cells == ["", OURS, "state share 1", ""]  # no empty columns

@@ -30,10 +30,6 @@ def test_the_machine_is_described_without_being_named() -> None:
     assert "fairscale" in versions
 
 
-def test_outside_a_checkout_there_is_no_commit(tmp_path: Path) -> None:
-    assert machine.read_commit(tmp_path) is None
-
-
 # ----------------------------------------------------------------------------------------------- the command
 
 
@@ -63,22 +59,6 @@ def test_a_mistake_ends_with_code_2_before_anything_runs(
     assert printed.out == ""
     for answer in answers:
         assert answer in printed.err
-
-
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["--set", "large"], "large"),
-        (["--rounds", "0"], "it must be at least 1, got 0"),
-        (["--ranks", "0"], "it must be at least 1, got 0"),
-    ],
-)
-def test_an_argument_that_makes_no_sense_is_refused(
-    capsys: pytest.CaptureFixture[str], words: list[str], answer: str
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(words)
-    assert answer in capsys.readouterr().err
 
 
 def test_reports_are_printed_and_merged_without_running_anything(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,7 +27,6 @@ from zero_ref.simulator.models import GPT2
 
 CPU = torch.device("cpu")
 TINY = GPT2(width=32, depth=2, heads=4, vocabulary=101, positions=16)
-ROOT = Path(__file__).parent.parent
 
 
 def long() -> Budget:
@@ -49,12 +47,6 @@ def test_a_step_is_set_against_a_copy_round_by_round() -> None:
         )
         assert row["share_of_copy"][0] == pytest.approx(shares[1])
         assert len(row["host_ms"]) == 3
-
-
-def test_bytes_a_parameter_are_28_and_those_of_masters_have_the_casts() -> None:
-    # Gradient, parameter and two moments are read, and all but the gradient written: 7 times 4 bytes. With
-    # masters also 2 read and 4 written for the gradient, 4 read and 2 written for the result.
-    assert list(step.BYTES_OF_STEP.values()) == [(28, 28), (28, 28), (40, 30)]
 
 
 def test_a_model_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,11 +87,6 @@ def events_that_say(said: list[str]) -> Callable[[torch.device], Any]:
 # ----------------------------------------------------------------------------------------------------- memory
 
 
-def test_the_model_has_the_parameters_of_the_architecture() -> None:
-    mine = sorted(param.numel() for param in model.PaperGPT(TINY).parameters())
-    assert mine == sorted(one.numel for one in TINY.shapes())
-
-
 def test_what_the_model_keeps_for_backward_is_what_the_formula_counts() -> None:
     gpt = model.PaperGPT(TINY).to(torch.bfloat16)
     batch, sequence = 3, 16
@@ -131,19 +118,6 @@ def test_checkpointing_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> N
             torch.cat([param.grad.flatten() for param in gpt.parameters() if param.grad is not None])
         )
     assert all(torch.equal(gradients[0], other) for other in gradients[1:])
-
-
-@pytest.mark.parametrize(("way", "calls"), [("none", 2), ("selective", 4), ("full", 4)])
-def test_each_kind_of_checkpointing_computes_attention_again_or_not(
-    monkeypatch: pytest.MonkeyPatch, way: str, calls: int
-) -> None:
-    called: list[int] = []
-    attention = model.PaperBlock.attention
-    monkeypatch.setattr(
-        model.PaperBlock, "attention", lambda self, *given: (called.append(1), attention(self, *given))[1]
-    )
-    model.PaperGPT(TINY, way)(torch.ones(1, 9, dtype=torch.int64)).backward()
-    assert len(called) == calls
 
 
 def test_memory_without_an_allocators_count_has_what_tensors_hold() -> None:
@@ -316,29 +290,3 @@ def test_an_altered_report_hears_what_is_wrong_in_it(
         said = capsys.readouterr().err
         assert "no report that --json wrote" in said
         assert re.search(answer, said), said
-
-
-@pytest.mark.parametrize(
-    "words", [["gpu", "step"], ["gpu", "--ranks", "2"], ["gpu", "--set", "gpt"], ["gpu", "--rounds", "3"]]
-)
-def test_it_is_alone(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(words)
-    assert "takes only --json and --quick beside it" in capsys.readouterr().err
-
-
-def test_the_makefile_writes_what_the_page_reads() -> None:
-    (line,) = re.findall(r"^gpu:.*\n\t@(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert line == "$(BIN)/python -m benchmarks gpu --json benchmarks/results/gpu.json"
-
-
-def test_on_a_cpu_devices_say_that_they_know_nothing() -> None:
-    asked = (devices.total_memory, devices.memory_allocated, devices.peak_memory_allocated)
-    assert [ask(CPU) for ask in asked] == [None] * 3
-    devices.reset_peak_memory(CPU)
-    devices.release_memory(CPU)
-    with devices.timing_events(CPU) as elapsed_ms:
-        assert torch.ones(1).item() == 1
-    assert elapsed_ms() is None
-    assert set(devices.software_of(CPU)) == {"driver", "toolkit", "nccl"}
-    assert math.isfinite(long().left_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -124,18 +123,6 @@ def test_an_interrupted_save_is_incomplete_and_no_damage(
     assert [save["state"] for save in saves] == ["verified", "incomplete: lacks shard-1-of-2.json"]
     (directory / "save-00000001" / "shard-0-of-2.json").unlink()
     assert asked(capsys, directory)[0] == 1, "none is complete"
-
-
-def test_a_pipe_in_the_place_of_a_file_is_damage_and_nobody_waits_for_it(
-    capsys: pytest.CaptureFixture[str], directory: Path
-) -> None:
-    for number, name in ((1, "shard-1-of-2.json"), (2, MARK)):
-        path = directory / f"save-0000000{number}" / name
-        path.unlink()
-        os.mkfifo(path)
-    code, saves = as_json(capsys, directory)
-    assert code == 1
-    assert ["is no regular file" in save["problems"][0] for save in saves] == [True, True]
 
 
 def test_where_there_is_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

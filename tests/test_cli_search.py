@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,26 +60,6 @@ def test_each_command_runs_and_says_the_same(narrow: None, capsys: pytest.Captur
         said = as_json(capsys, *words)["strategies"][one["strategy"]]
         assert (said["fits"], said["memory_peak_bytes"]) == (one["fits"], one["memory_bytes"])
         assert said["iteration_ms"] == pytest.approx(one["update_ms"], rel=1e-9)  # added up in another order
-
-
-def test_a_configuration_is_named_in_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "a model.json"
-    config.write_text(
-        json.dumps(
-            {
-                "model_type": "gpt2",
-                "n_embd": 64,
-                "n_layer": 2,
-                "n_head": 2,
-                "vocab_size": 100,
-                "n_positions": 128,
-            }
-        )
-    )
-    words = ["search", "--config", str(config), "--ranks", "4", "--tokens", "512"]
-    best = as_json(capsys, *words)["best"]
-    assert cli.main(shlex.split(best[0]["simulate"])[1:]) == 0
-    assert f"{config} on 4 ranks" in " ".join(capsys.readouterr().out.split())
 
 
 def test_people_get_a_table_and_the_reasons(narrow: None, capsys: pytest.CaptureFixture[str]) -> None:

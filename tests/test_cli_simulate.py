@@ -130,37 +130,12 @@ def test_every_option_reaches_the_simulator(
     assert printed != usual["strategies"]
 
 
-def test_the_second_line_says_how_parameters_are_computed_with(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main([*SIMULATE, "--dtype", "float32", "--autocast", "bfloat16", "--fp8"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "float32 parameters under autocast to bfloat16, products of blocks in FP8, AdamW;" in said
-    cli.main([*SIMULATE, "--lora", "4"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"{4 * 12 * (768 + 3 * 768 + 2 * 768 + 2 * (768 + 4 * 768)):,} of them trained, AdamW;" in said
-    assert "torch's own choice on GPUs is --update foreach" in said
-    cli.main([*SIMULATE, "--update", "foreach"])
-    assert "--update foreach" not in " ".join(capsys.readouterr().out.split())
-
-
 def test_stragglers_and_jitter_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--straggler", "3:1.5", "--straggler", "4:2", "--jitter", "0.1", "--seed", "7"]
     printed = as_json(capsys, *SIMULATE, *words)["strategies"]["zero-even"]
     scenario = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8)
     run = scenario.run("zero-even", slow={3: 1.5, 4: 2.0}, jitter=0.1, seed=7)
     assert printed["iteration_ms"] == run.iteration_ms > 1.5 * scenario.run("zero-even").iteration_ms
-
-
-def test_a_hundred_thousand_ranks_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    """In seconds; a program that grew with the square of the ranks would not end."""
-    assert cli.main(["simulate", "--model", "gpt2", "--ranks", "100000"]) == 0
-    assert "on 100,000 ranks" in capsys.readouterr().out
-
-
-def test_a_reward_model_has_no_vocabulary_head(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA | {"architectures": ["LlamaForSequenceClassification"]}))
-    printed = as_json(capsys, "simulate", "--config", str(path), "--ranks", "2")
-    assert printed["elements"] == 6400 + 2 * (4 * 4096 + 3 * 8192 + 128) + 64 + 64, "one output of 64 inputs"
 
 
 @pytest.mark.parametrize("command", [["plan"], ["simulate"], ["search", "--tokens", "200000"]])
@@ -181,20 +156,6 @@ def test_a_configuration_in_place_of_a_preset(capsys: pytest.CaptureFixture[str]
     # Two embeddings, and in each block four square matrices, three of the MLP and two norms; a last norm.
     assert printed["elements"] == 2 * 6400 + 2 * (4 * 4096 + 3 * 8192 + 128) + 64
     assert printed["sequence"] == 8192, "not the 131,072 of its context"
-
-
-def test_a_cluster_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text(cluster("rtx4090-10gbe").to_json())
-    mine, preset = (as_json(capsys, *SIMULATE, "--cluster", name) for name in (str(path), "rtx4090-10gbe"))
-    assert mine == preset
-
-
-@pytest.mark.parametrize("name", list(CLUSTERS))
-def test_every_strategy_on_every_cluster(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    others = [word for strategy in RECIPES for word in ("--compare", strategy)]
-    words = ["simulate", "--model", "mlp-tiny", "--ranks", "5", "--cluster", name, *others]
-    assert set(as_json(capsys, *words)["strategies"]) == set(RECIPES)
 
 
 def test_the_trace_has_rank_0_the_fullest_rank_and_stragglers(
@@ -267,21 +228,6 @@ def test_the_table_says_where_one_rank_receives_from_all(capsys: pytest.CaptureF
             re.findall(r"(\S+): the owner of a whole matrix receives its gradient from (\d+)", printed)
         )
     assert said == [[("zero-2", "7")], [("zero-2", "3")], [], [], []]
-
-
-def test_the_table_says_who_meets_how_often_under_local_sgd(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("rich")
-    said = []
-    for words in ([], ["--period", "1"], ["--period", "4", "--gradient-group", "2"]):
-        assert cli.main([*SIMULATE, "--strategy", "local-sgd", *words]) == 0
-        said += [line for line in capsys.readouterr().out.splitlines() if line.startswith("local-sgd: ")]
-    assert said == [
-        "local-sgd: parameters averaged every 8 steps, gradients never",
-        "local-sgd: parameters averaged every step, gradients never",
-        "local-sgd: parameters averaged every 4 steps, gradients every step among 2 ranks",
-    ]
-    assert cli.main(SIMULATE) == 0
-    assert "averaged" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("width", "strategies"), [(80, ["zero", "zero-2", "ddp"]), (200, list(RECIPES))])

@@ -46,29 +46,6 @@ def test_the_command_gives_the_numbers_of_the_list(capsys: pytest.CaptureFixture
         assert sum(said["memory_bytes"].values()) == one.memory.total_bytes
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"dtype": "float32"},
-        {"optimizer": "SGD"},
-        {"batch": 3, "checkpointing": "full"},
-        {"accumulation": 3, "shard_group": 8},
-    ],
-)
-def test_what_is_unusual_is_in_the_command(
-    changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    scenario = replace(GPT, **changes)
-    words = simulate_command(scenario, "zero-2", ["--model", "gpt2"], "h100-ib")
-    found = printed(capsys, words)
-    assert {name: found[name] for name in changes} == changes
-    assert found["strategies"]["zero-2"]["iteration_ms"] == scenario.run("zero-2").iteration_ms
-    assert words is not None
-    usual = simulate_command(GPT, "zero-2", ["--model", "gpt2"], "h100-ib")
-    assert usual is not None
-    assert set(usual) < set(words)
-
-
 @pytest.mark.parametrize("strategy", SEARCHED)
 def test_what_means_nothing_to_a_strategy_is_left_out(
     strategy: str, capsys: pytest.CaptureFixture[str]

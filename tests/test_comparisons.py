@@ -48,9 +48,3 @@ def test_the_halves_of_a_checkpoint_are_not_mixed():
         ("consolidate", "zero_ref", "torch", 85.0),
         ("load", "zero_ref, best", "torch, best", 0.75),
     ]
-
-
-def test_what_nobody_timed_is_left_out():
-    untimed = SuiteResult("memory", "gpt", 2, 148, 31, {"zero_ref, best": Taken(), "torch": Taken()})
-    assert comparisons([untimed, suite("step", {"torch": [1.0, 2.0]})]) == []
-    assert comparisons([suite("step", {"zero_ref, best": [1.0, 2.0], "torch": []})]) == []

@@ -33,12 +33,6 @@ MOVED_BYTES = 4 + (4 + 4 + 6 + 8)
 """As `Scenario.workload_of` counts for stage 3 in 16 bits with gradients reduced in 32."""
 
 
-def knee(device: Device, times: float) -> float:
-    return (
-        times * 1e3 * device.tflops * device.reached / (device.memory_gb_per_s * (device.memory_reached or 1))
-    )
-
-
 def runs() -> list[tuple[Run, Kernels, str]]:
     data, found = published(), []
     for run in data.runs:

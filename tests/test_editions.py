@@ -14,7 +14,6 @@ from typing import Any
 
 import nbformat
 import pytest
-from hypothesis import given, strategies as st
 
 from zero_ref import cli
 from zero_ref_course import ExerciseFailed, StillTheStub, exercises, grade
@@ -102,31 +101,6 @@ def test_a_chapter_is_found_by_its_number_and_by_its_name() -> None:
     ]  # fmt: skip
 
 
-def test_the_tour_has_no_edition() -> None:
-    assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} - {path.name for path in CHAPTERS} == {
-        "00_tour.ipynb"
-    }
-    for name in ("00", "0", "", "tour", "00_tour"):
-        with pytest.raises(ValueError, match=f"there is no chapter '{name}'"):
-            chapters_in(NOTEBOOKS, [name])
-
-
-# ------------------------------------------------------------------------------------------- property
-
-
-@given(st.lists(st.booleans(), max_size=5))
-def test_all_other_cells_stay_where_they_were(is_exercise: list[bool]) -> None:
-    cells: list[dict[str, Any]] = []
-    for number, this in enumerate(is_exercise):
-        cells += exercise_cells(f"e{number}") if this else [cell(f"c{number}", f"c{number}")]
-    students, teachers = (edition(chapter_of(cells), audience) for audience in AUDIENCES)
-    left = [cell for cell in cells if "solution" not in cell["metadata"]["tags"]]
-    assert sources(students) == ["".join(cell["source"]) for cell in left]
-    assert sources(teachers) == [
-        source.replace("raise NotImplementedError", "return 1") for source in sources(students)
-    ]
-
-
 # ------------------------------------------------------------------------------------------- every chapter
 
 
@@ -148,15 +122,6 @@ def test_an_edition_is_the_chapter_but_for_its_exercises(path: Path, audience: A
 
 
 @each_chapter
-@for_both
-def test_every_check_of_an_edition_runs(path: Path, audience: Audience) -> None:
-    cells = edition(read(path), audience)["cells"]
-    assert not any(NOT_RUN.intersection(cell["metadata"].get("tags", ())) for cell in cells)
-    checks = [cell for cell in cells if "check" in cell["metadata"].get("tags", ())]
-    assert len(checks) == len(exercises_in(path))
-
-
-@each_chapter
 def test_students_get_the_stubs_and_no_solution(path: Path, tmp_path: Path) -> None:
     chapter = exercises_in(path)
     assert chapter
@@ -164,14 +129,6 @@ def test_students_get_the_stubs_and_no_solution(path: Path, tmp_path: Path) -> N
     assert exercises_in(written) == [cells._replace(solution="") for cells in chapter]
     handed_out = "\n".join(sources(read(written)))
     assert [cells.exercise for cells in chapter if cells.solution in handed_out] == []
-
-
-@each_chapter
-def test_teachers_get_the_solutions_where_the_stubs_were(path: Path, tmp_path: Path) -> None:
-    chapter = exercises_in(path)
-    [written] = write_editions(NOTEBOOKS, tmp_path, "teachers", [path.stem])
-    assert exercises_in(written) == [cells._replace(stub=cells.solution, solution="") for cells in chapter]
-    assert "NotImplementedError" not in "".join(cells.stub for cells in exercises_in(written))
 
 
 OF_THE_READER = {"my_zero.py"}
@@ -269,13 +226,6 @@ def test_the_command_ends_with_2_and_writes_nothing(
     for answer in answers:
         assert answer in printed.err
     assert not course.exists()
-
-
-def test_an_edition_for_nobody_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["notebooks", str(tmp_path), "--for", "readers"])
-    with pytest.raises(ValueError, match="no edition for 'readers'; there are students, teachers, nbgrader"):
-        write_editions(NOTEBOOKS, tmp_path, "readers")  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------- as a class does

@@ -46,11 +46,6 @@ def test_what_the_cell_before_says_late_is_not_this_ones() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["clear_output", "update_display_data"])
-def test_outputs_that_are_changed_afterwards_are_not_kept(kind: str) -> None:
-    assert executed.outputs([shown("first"), said(kind), IDLE]) is None
-
-
 def test_a_notebook_is_taken_until_it_or_the_package_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

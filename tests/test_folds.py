@@ -60,10 +60,6 @@ def test_every_folded_cell_has_a_bar_of_its_kind() -> None:
         assert [cell["id"] for cell in folded_cells(path) if folds.kind_of(cell) not in folds.BARS] == []
 
 
-def test_a_folded_cell_of_no_kind_is_found() -> None:
-    assert folds.kind_of({"id": "watch", "metadata": {"tags": ["hide-input"]}}) is None
-
-
 def test_checks_are_asserts_and_put_nothing_out() -> None:
     """An output below the bar would stand under whatever the text above is about."""
     for cell in (cell for path in NOTEBOOKS for cell in folded_cells(path)):
@@ -71,12 +67,6 @@ def test_checks_are_asserts_and_put_nothing_out() -> None:
             tree = tree_of(cell)
             assert any(isinstance(node, ast.Assert) for node in ast.walk(tree)), cell["id"]
             assert printed_at_once(tree) == [], cell["id"]
-
-
-def test_an_output_of_checks_is_found() -> None:
-    assert printed_at_once(ast.parse("x = 1\nassert x\nprint(x)")) == ["print(x)"] * 2
-    assert printed_at_once(ast.parse("assert 1\nx")) == ["x"]
-    assert printed_at_once(ast.parse("def show():\n    print(1)\n\n\nassert 1\nreveal('a', 1)")) == []
 
 
 def test_what_is_no_more_than_checks_is_folded() -> None:

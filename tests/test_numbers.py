@@ -144,6 +144,11 @@ def test_the_tests_it_names_are_there(row: Row) -> None:
         assert function in functions_in(file), test
 
 
+def test_so_are_the_tests_named_between_the_tables() -> None:
+    for file, function in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", TEXT):
+        assert functions_in(file) >= {function} - {""}, (file, function)
+
+
 def test_the_sentences_between_the_tables_have_these_figures() -> None:
     assert ledger(7_500_000_000, 4, 2).total_bytes / 1e9 == 41.25
     assert ledger(10**12, 64, 1).total_bytes / 1e9 == 4187.5

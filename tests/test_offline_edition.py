@@ -88,27 +88,11 @@ def test_contents_are_the_sidebars_without_the_reference() -> None:
     ]
 
 
-def test_a_front_page_without_a_list_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no list of pages"):
-        offline.contents("<nav></nav>")
-
-
-def test_pages_stand_in_order_and_the_contents_link_to_them(pages: Path) -> None:
-    written = one_file(pages)
-    places = [written.index(f'id="{name}"') for name in ("index", "contents", "01_first", "glossary")]
-    assert places == sorted(places)
-    assert re.findall(r'<li><a href="(.*?)">', written) == ["#index", "#01_first", "#glossary"]
-
-
 def test_links_lead_within_the_file_or_to_another_site(pages: Path) -> None:
     written = one_file(pages)
     assert '<a href="#glossary--same">a word</a>, <a href="#01_first--same">above</a>' in written
     assert '<a href="https://example.org/#same">elsewhere</a>' in written
     assert '<a href="#01_first">chapter 1</a>' in written
-
-
-def test_a_link_to_a_page_left_out_is_text() -> None:
-    assert chapter('<p><a href="02_gone.html"><b>not</b> here</a></p>') == "<p><b>not</b> here</p>"
 
 
 def test_ids_are_unique_and_what_names_them_follows(pages: Path) -> None:
@@ -141,23 +125,12 @@ def test_a_missing_picture_is_an_error(pages: Path) -> None:
         one_file(pages)
 
 
-def test_a_page_without_text_is_an_error(pages: Path) -> None:
-    (pages / "book" / "glossary.html").write_text("<main>another theme</main>")
-    with pytest.raises(ValueError, match=r"glossary\.html has no article"):
-        one_file(pages)
-
-
 @pytest.mark.parametrize(
     "rule", ["@import 'b.css';", "p { background: url(dot.svg) }", 'p{src:url("a.woff2")}']
 )
 def test_a_style_sheet_that_loads_a_file_is_an_error(rule: str) -> None:
     with pytest.raises(ValueError, match=r"a\.css loads a file"):
         offline.styles({"a.css": rule})
-
-
-def test_a_style_sheet_may_hold_its_pictures() -> None:
-    rule = 'p { background: url("data:image/png;base64,AA==") }'
-    assert rule in offline.styles({"a.css": rule})
 
 
 def test_mathjax_has_the_pages_settings_and_cannot_end_its_element_early(pages: Path) -> None:
@@ -188,22 +161,6 @@ def test_the_check_of_pages_sees_what_is_not_in_the_file(pages: Path, piece: str
     (found,) = check_pages.complaints(target, offline=True)
     assert found.startswith("one.html: ")
     assert complaint in found
-
-
-def test_scripts_and_marks_beside_headings_are_left_out(pages: Path) -> None:
-    written = one_file(pages)
-    assert "headerlink" not in written
-    assert 'let x = "<p>"' not in written
-
-
-def test_a_cell_to_try_is_a_cell_like_others_where_no_python_runs() -> None:
-    cell = '<div class="cell tag_try-it"><pre>print(2)</pre>{}<pre>2</pre></div>'
-    told = '<script type="application/json" class="try-it">{"source": "print(2)"}</script>'
-    assert offline.Article("a.html", cell.format(told), set(), Path()).written == cell.format("")
-
-
-def test_characters_written_by_number_stay() -> None:
-    assert chapter("<p>&#169; &#xa9;</p>") == "<p>&#169; &#xa9;</p>"
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\r\0"), max_size=30))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,7 @@ from zero_ref.cli import simulate
 from zero_ref.lab import commands, config, dry_run
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.settings import as_toml, settings_of
-from zero_ref.simulator.cluster import CLUSTERS, Cluster
+from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.options import (
     Option,
@@ -194,20 +193,3 @@ def test_every_field_of_a_scenario_but_what_it_is_of_is_an_option() -> None:
     options = {one.path[-1] for one in options_of(Scenario)}
     assert {one.name for one in fields(Scenario)} - options == {"architecture", "cluster", "world_size"}
     assert set(asdict(GPTConfig())) < {one.path[-1] for one in options_of(TrainConfig)}
-
-
-def test_a_misspelt_key_of_a_cluster_s_file_gets_the_nearest_name() -> None:
-    values = asdict(CLUSTERS["h100-ib"])
-    values["ranks_per_nod"] = values.pop("ranks_per_node")
-    with pytest.raises(ValueError, match=r'no "ranks_per_nod" \(did you mean "ranks_per_node"\?\)'):
-        Cluster.from_json(json.dumps(values))
-
-
-def test_the_search_simulates_a_loss_in_the_dtype_that_is_asked_for(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Namespace] = []
-    monkeypatch.setattr("zero_ref.cli.search.print_found", lambda *found, every: seen.append(found[2]))
-    words = ["search", "--model", "gpt2", "--ranks", "1", "--tokens", "1024", "--loss-dtype", "bfloat16"]
-    cli.main(words)
-    assert seen[0].loss_dtype == "bfloat16"

@@ -50,19 +50,6 @@ def test_what_comes_after_a_part_that_failed_is_run_too(make: str, capfd: pytest
     assert said.endswith("FAILED: ranks")
 
 
-@pytest.mark.parametrize("make", [["book"]], indirect=True)
-def test_without_a_book_there_is_nothing_to_browse(make: str) -> None:
-    outcomes = {outcome.part: outcome for outcome in parts.run_all(make)}
-    assert outcomes["browser"].status == "not run, as book failed"
-    assert parts.table(list(outcomes.values()), 1).endswith("FAILED: book, browser")
-
-
-@pytest.mark.parametrize("make", [[]], indirect=True)
-def test_what_could_not_be_checked_here_is_said(make: str) -> None:
-    said = parts.table(parts.run_all(make), 1)
-    assert said.endswith("passed, but for browser, which could not be checked here")
-
-
 @pytest.mark.parametrize(("failing", "status"), [("[]", 0), ("['types']", 1)])
 def test_the_exit_status_says_whether_a_part_failed(
     failing: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

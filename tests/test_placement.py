@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import zero_ref
 from zero_ref.comm import devices
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT, batch, language_reference
-from zero_ref.lab.placement import Placement, device_here, own_device, place_ranks
+from zero_ref.lab.placement import Placement, device_here, place_ranks
 
 Machine = Callable[..., None]
 CPU = torch.device("cpu")
@@ -155,21 +154,6 @@ def test_an_accelerator_that_gloo_cannot_carry_is_refused_where_it_is_named(mach
         place_ranks(2)
 
 
-def test_no_ranks_are_no_world() -> None:
-    with pytest.raises(ValueError, match="world_size must be 1 or more, not 0"):
-        place_ranks(0)
-
-
-def test_only_a_backend_of_its_own_is_bound_to_a_device() -> None:
-    assert own_device("gloo", "cuda:1") is None
-    assert own_device("nccl", "cuda:1") == torch.device("cuda:1")
-
-
-def test_outside_of_any_group_tensors_belong_on_the_cpu(machine: Machine) -> None:
-    machine(2, DEVICE="cuda:1")
-    assert device_here() == CPU
-
-
 @pytest.mark.usefixtures("group_of_one")
 def test_a_rank_that_others_started_has_the_device_of_its_variable_or_backend(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
@@ -219,14 +203,3 @@ def test_one_module_knows_kinds_of_accelerators() -> None:
         "simulator/devices.py",
         "lab/commands.py",  # a program to copy
     }
-
-
-def test_a_device_whose_module_has_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As Apple's: torch.mps has no current_device and no is_initialized.
-    waited: list[None] = []
-    module = SimpleNamespace(synchronize=lambda: waited.append(None))
-    monkeypatch.setattr(devices, "accelerator", lambda: torch.device("mps"))
-    monkeypatch.setattr(devices, "_module_of", lambda device: module)
-    assert devices.current_device() == torch.device("mps", 0)
-    devices.synchronize()
-    assert len(waited) == 1

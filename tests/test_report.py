@@ -90,26 +90,6 @@ def test_a_table_without_a_prediction_is_no_success():
     )
 
 
-@pytest.mark.parametrize(
-    ("rows", "sentence"),
-    [
-        ([["a", Check(1, 1)]], "1 of 1 prediction equals its measurement"),
-        ([["a", Check(1, 2)]], "0 of 1 prediction equal their measurement"),
-        ([["a", Check(1, 1)], ["b", Check(1, 2)]], "1 of 2 predictions equals its measurement"),
-    ],
-)
-def test_the_verdict_counts(rows, sentence):
-    assert verdict(["name", "calls"], rows)[1] == sentence
-
-
-def test_each_cell_is_in_the_row_and_column_where_it_was_put(page):
-    cells = [attributes["data-label"] for attributes in page().having("td")]
-    assert cells == ["state", "calls", "loss"] * 2
-    assert len(page().having("th", scope="row")) == 2
-    assert len(page().having("th", scope="col")) == 4
-    assert "8.00 MB | 8.00 MB =" in page().text
-
-
 def test_text_is_escaped_everywhere(page):
     evil = "<script>alert(\"$x & 'y'\")</script>"
     escaped = page(
@@ -159,18 +139,6 @@ def test_images_arrive_byte_for_byte(page, tmp_path):
         SVG.encode(),
     ]
     assert [image["alt"] for image in images] == ["a", "b", "c"]
-
-
-def test_a_real_figure_can_be_shown(page):
-    plots = pytest.importorskip("zero_ref.lab.plots")
-    fig, ax = plots.figure(6, 2)
-    plots.loss_curves({"ddp": [2.0, 1.0]}, ax)
-    (image,) = page(figures=[(fig, "loss", "A falling loss")]).having("img")
-    assert b"</svg>" in base64.b64decode(image["src"].split(",")[1])
-
-
-def test_the_same_run_gives_the_same_page(page):
-    assert page(environment={"torch": "2.13"}).source == page(environment={"torch": "2.13"}).source
 
 
 @pytest.mark.parametrize(

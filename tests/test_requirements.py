@@ -85,10 +85,3 @@ def test_a_job_that_runs_something_may_only_read(path: Path) -> None:
             assert "permissions:" not in job, job
         checkouts = re.findall(r"uses: actions/checkout.*\n +with:\n +persist-credentials: false\n", job)
         assert len(checkouts) == job.count("actions/checkout@")
-
-
-def test_hooks_are_named_by_commit() -> None:
-    revisions = re.findall(r"rev: (.*)", (ROOT / ".pre-commit-config.yaml").read_text())
-    assert revisions
-    for revision in revisions:
-        assert re.fullmatch(r"[0-9a-f]{40}  # frozen: v[\d.]+", revision)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 import textwrap
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
-from benchmarks import roads, seams
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from benchmarks import seams
 
 
 def module(text: str, name: str = "one") -> seams.Module:
@@ -107,33 +103,10 @@ def private_uses(modules: Iterable[seams.Module]) -> list[str]:
     return uses
 
 
-def test_a_private_name_is_used_from_another_module_only_where_it_is_not_defined() -> None:
-    first = module(
-        "def _helper(): ...\nclass A:\n    def __init__(self): self._mine = self.__own = 1", "first"
-    )
-    second = module(
-        "from zero_ref.first import _helper\nprint(a._mine, a.b._indices(), t._version)", "second"
-    )
-    third = module("class B:\n    def use(self):\n        self._mine = 1\n        return self._mine", "third")
-    assert private_uses([first, second, third]) == ["second: _helper", "second: _mine"]
-
-
 def test_no_module_of_the_core_uses_a_private_name_of_another() -> None:
     core = [one for folder in (*seams.CORE, *seams.STAIRS) for one in seams.modules_of(folder)]
     assert len(core) > 40
     assert private_uses(core) == []
-
-
-def test_a_road_has_each_function_of_the_folder_once() -> None:
-    def passes() -> list[int]:
-        return [len(seams.attributes(node)) for _ in range(2) for _, node in module("class A: ...").classes]
-
-    road = roads.road_of(passes, BENCHMARKS)
-    assert ("seams.py", "attributes") in road.functions
-    assert ("seams.py", "attributes.<locals>.<setcomp>") in road.functions
-    assert len(set(road.functions)) == len(road.functions)
-    assert road.files == {"seams.py"}
-    assert sys.getprofile() is None
 
 
 NAME = re.compile(r"`(\w+)`")

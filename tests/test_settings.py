@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import tomllib
 from collections.abc import Callable
@@ -83,10 +82,6 @@ def test_the_command_line_wins_over_the_file_which_wins_over_defaults(
         assert (given_.steps, given_.strategy, given_.resume) == (200, ["zero-even"], True)
 
 
-def test_a_setting_that_may_be_given_several_times_may_be_one_value(file: Callable[[str], str]) -> None:
-    assert of_zero_ref().parse_args(["--config", file('strategy = "zero"')]).strategy == ["zero"]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -161,15 +156,3 @@ def test_the_shown_settings_are_read_back(
 )
 def test_every_value_is_written_as_toml(settings: dict[str, Any]) -> None:
     assert tomllib.loads(as_toml(settings)) == settings
-
-
-def test_settings_that_cannot_be_trained_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "--show-config", "--heads", "3"]) == 2
-    assert "width 128 is not a multiple of heads 3" in capsys.readouterr().err
-
-
-def test_only_what_reads_settings_has_a_config() -> None:
-    """`zero-ref simulate --config` is another file."""
-    readers = [name for name, parser in cli.make_parser()[1].items() if parser.reads_settings]
-    assert readers == ["train"]
-    assert isinstance(cli.make_parser()[0], argparse.ArgumentParser)

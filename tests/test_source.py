@@ -37,9 +37,3 @@ def test_it_has_neither_docstrings_nor_notes_to_the_type_checker() -> None:
     assert "type: ignore" not in text
     assert text.startswith("@torch.no_grad()\ndef on_bucket(self, state, bucket):\n    if")
     assert "\n\nclass MinimalZero:\n    def __init__(" in text
-
-
-def test_a_notebook_shows_it_in_colour_and_a_terminal_as_it_is() -> None:
-    shown = source_of(MinimalZero.step)
-    assert repr(shown) == shown.text
-    assert shown._repr_markdown_() == f"```python\n{shown.text}\n```"

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -76,10 +76,6 @@ def test_pictures_come_with_their_numbers_in_words(build: Build) -> None:
     assert text.count("step, gpt: ") == 2  # a table for each number of ranks
 
 
-def test_what_was_not_timed_is_said(build: Build) -> None:
-    assert build("against_peers", "sync") == build("numbers", "memory") == findings.NOT_YET
-
-
 def test_what_was_lost_is_listed_the_worst_first_and_nothing_else(build: Build) -> None:
     rows = [line for line in build("lost").splitlines() if "ranks" in line]
     assert [re.findall(r"(\d ranks|torch, best|torch|fairscale)", row) for row in rows] == [
@@ -100,14 +96,6 @@ def test_outcomes_are_counted_like_with_like_and_limits_are_no_peers(build: Buil
         in as_they_come
     )
     assert "0 comparisons" in rest
-
-
-def test_another_job_is_not_counted(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = SuiteResult("step", "gpt", 2, 148, 31, {**STEP, "fsdp2": taken(1.0, 1.0, 1.0)})
-    monkeypatch.setattr(REPORT, "results", [step])
-    assert "fsdp2 0.1" in build("against_peers", "step")
-    assert "fsdp2" not in build("lost")
-    assert re.findall(r"(\d+) comparisons", build("tally")) == ["1", "2", "0"]
 
 
 def test_forms_have_their_rule_and_what_they_cost(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,27 +127,6 @@ def test_what_a_keyword_adds_is_the_time_without_it_over_the_time_with_it(build:
         "*zero_ref, fused*", "the step", "3 (3 to 3.5)",
     ]  # fmt: skip
     assert rows["`fused=True`"][-1].strip() == "-"
-
-
-def test_what_was_measured_again_counts_as_it_was_measured_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = (
-        replace(
-            REPORT,
-            sessions=[replace(REPORT.sessions[0], date=date)],
-            results=[replace(REPORT.results[0], tensors=n)],
-        )
-        for date, n in (("2026-01-01", 1), ("2026-01-02", 2))
-    )
-    by_name = {"benchmarks": new, "sharded": old}
-    monkeypatch.setattr(findings, "report", by_name.get)
-    assert [result.tensors for result in findings.results()] == [2]
-
-
-def test_a_single_number_in_a_sentence(build: Build) -> None:
-    assert findings.ratio("step gpt 2 torch") == "4.2"
-    assert findings.ratio("step gpt 4 fairscale cpu") == "0.5"
-    with pytest.raises(ValueError, match="nothing in the results is called that"):
-        findings.ratio("step gpt 8 torch")
 
 
 def test_where_and_when_is_printed(build: Build) -> None:

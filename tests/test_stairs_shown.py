@@ -36,13 +36,6 @@ def test_a_stair_in_one_file_is_its_file_without_what_others_gave(stair: str) ->
     compile(in_one_file(stair), stair, "exec")
 
 
-def test_the_first_stair_is_compared_with_its_rule() -> None:
-    lines = StairDiff("owners", context=ALL).lines
-    assert not kept(lines, "-")
-    assert "def assign_owners(" in "\n".join(kept(lines, " "))
-    assert kept(lines, "+")[2] == "class MinimalZero:"
-
-
 @pytest.mark.parametrize("stair", STAIRS)
 def test_a_method_can_be_left_out_of_both(stair: str) -> None:
     whole, less = StairDiff(stair, context=ALL), StairDiff(stair, ["state_dict"], ALL)
@@ -62,11 +55,6 @@ def test_a_difference_is_read_the_same_in_colour_and_as_text(stair: str) -> None
     assert html.unescape(re.sub(r"<[^>]*>", "", shown)) == difference.text + "\n"
     assert shown.count("background: rgb") == sum(line[0] in "+-" for line in difference.lines)
     assert '"""' not in difference.text
-
-
-def test_a_heading_names_the_function_of_the_change_below_it() -> None:
-    headings = [line for line in StairDiff("buckets").lines if line[0] == "@"]
-    assert headings == ["@@ in_memory", "@@ MinimalZero.__init__", "@@ MinimalZero.step"]
 
 
 def test_an_unknown_stair_is_refused() -> None:

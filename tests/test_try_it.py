@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 
-from zero_ref import live
 from zero_ref.live import cell as of_reader
 from zero_ref.live.cell import run
 
 ROOT = Path(__file__).parents[1]
-SIMULATED = ("ledger", "partition", "buckets", "stages", "which_stage")
 """The chapters whose cells of the simulator can be tried."""
 
 sys.path.insert(0, str(ROOT / "book" / "_ext"))
@@ -60,12 +58,6 @@ NAMES = [f"{path.stem}-{cells_of(path)[place]['id']}" for path, place in TRIALS]
 
 def test_the_examples_of_the_extension_hold() -> None:
     assert doctest.testmod(try_it).failed == 0
-
-
-@pytest.mark.parametrize("chapter", SIMULATED)
-def test_each_chapter_of_the_simulator_has_a_cell_to_try(chapter: str) -> None:
-    (path,) = (path for path in notebooks() if path.stem.partition("_")[2] == chapter)
-    assert tried(path)
 
 
 def test_a_cell_to_try_is_shown_and_has_an_output_to_compare() -> None:
@@ -135,11 +127,6 @@ def test_a_cell_gets_what_it_needs_and_no_more() -> None:
     assert run(texts, trial["source"]).printed == "3\n"
 
 
-def test_the_last_of_several_values_counts() -> None:
-    cells = [code("a", "n = 1"), code("b", "n = 2\nn += 1"), code("c", "print(n)", "try-it")]
-    assert run(try_it.trial(cells, 2)["before"], "print(n)").printed == "3\n"
-
-
 # --------------------------------------------------------------------------------------------- running a cell
 
 
@@ -147,11 +134,6 @@ def test_only_the_cells_own_output_is_shown() -> None:
     assert run(["print('above')"], "print('here')\n{'a': 1}") == of_reader.Ran("here\n{'a': 1}\n")
     assert run([], "x = 1") == of_reader.Ran("")
     assert run([], "None").printed == ""
-
-
-def test_nothing_is_left_of_a_run() -> None:
-    assert run([], "x = 1").error == ""
-    assert "NameError: name 'x' is not defined" in run([], "x").error
 
 
 def test_an_error_is_told_with_the_readers_lines_and_what_was_printed_before_it() -> None:
@@ -178,24 +160,7 @@ def test_every_kind_of_end_is_told(source: str, last: str) -> None:
     assert "live/cell.py" not in error
 
 
-def test_an_error_above_is_told_as_one() -> None:
-    assert '  File "<before this cell>", line 1, in <module>' in run(["1 / 0"], "print(1)").error
-
-
-def test_a_long_traceback_is_cut_to_its_last_lines() -> None:
-    error = run(
-        [], "\n".join(f"def f{n}():\n    f{n + 1}()" for n in range(30)) + "\nf0()"
-    ).error.splitlines()
-    assert error[:2] == ["Traceback (most recent call last):", "  ..."]
-    assert len(error) == 2 + of_reader.MOST_LINES
-    assert error[-1] == "NameError: name 'f30' is not defined"
-
-
 def test_a_cell_that_prints_without_end_is_stopped() -> None:
     ran = run([], "while True:\n    print('again')")
     assert len(ran.printed) <= of_reader.MOST_PRINTED
     assert "The cell was stopped: it printed more than 50,000 characters." in ran.error
-
-
-def test_a_page_asks_in_json() -> None:
-    assert json.loads(live.run_cell('["n = 2"]', "print(n)")) == {"printed": "2\n", "error": ""}

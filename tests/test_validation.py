@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks import judged
-from benchmarks.judged import FIGURES, GIB, Compared, Validation, compare, predict, validate, verdicts
+from benchmarks.judged import FIGURES, Compared, Validation, compare, validate, verdicts
 from benchmarks.published import published
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.spread import MEMORY, SHARE, TIME
@@ -52,17 +52,6 @@ def test_only_what_was_fitted_is_not_tested() -> None:
     assert not Compared(titan, "memory", 1.0, 1.0).tested
 
 
-def test_a_run_is_compared_in_all_that_was_published_of_it() -> None:
-    by_figure = {one.figure: one for one in compare(published().run("titan-8b-8"))}
-    assert (by_figure["time"].published, by_figure["memory"].published) == (5762, 82.4)
-    simulated = published().scenario(published().run("titan-8b-8")).run("zero-3")
-    assert by_figure["time"].predicted == pytest.approx(2 * 8192 / simulated.iteration_ms * 1e3)
-    assert by_figure["memory"].predicted == simulated.memory.reserved_bytes / GIB
-    unpooled = published().scenario(published().run("llmc-309-124m-z0")).run("ddp").memory
-    assert predict("llmc-309-124m-z0").gib == (unpooled.allocated_bytes + unpooled.library_bytes) / GIB
-    assert [one.figure for one in compare(published().run("trainy-8b-32"))] == ["memory"]
-
-
 # ------------------------------------------------------------------------------------------------- intervals
 
 
@@ -78,25 +67,7 @@ def test_an_interval_does_not_know_the_source_that_it_is_judged_on() -> None:
     assert not result.inside(llmc)
 
 
-def test_a_fitted_figure_makes_no_interval_narrower() -> None:
-    some = (("nanogpt-8", 100.0, 300.0), ("tinyllama-16", 100.0, 110.0))
-    assert figures(*some).spread("time") == figures(*some, ("mpt-7b-a100-8", 1.0, 1.0)).spread("time")
-
-
-def test_errors_are_summed_up_without_their_signs() -> None:
-    result = figures(("nanogpt-8", 100.0, 200.0), ("tinyllama-16", 100.0, 80.0), ("llmc-124m", 100.0, 100.0))
-    summary = result.summary(result.compared)
-    assert (summary.count, summary.median_error, summary.worst_error) == (3, 0.25, 0.5)
-
-
 # ------------------------------------------------------------------------------------------------ all of them
-
-
-def test_every_published_figure_is_compared() -> None:
-    runs = published().runs
-    result = validate()
-    assert len(result.of("time", tested=None)) == sum(run.time is not None for run in runs)
-    assert len(result.of("memory", tested=None)) == sum(run.memory_gib is not None for run in runs)
 
 
 def test_the_simulators_intervals_are_what_the_published_runs_give() -> None:

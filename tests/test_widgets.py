@@ -110,13 +110,6 @@ def test_while_the_book_is_built_a_cell_gives_the_piece_of_page(monkeypatch: pyt
     assert 'data-values="{&quot;model&quot;: &quot;gpt2&quot;}"' in str(piece.data)
 
 
-def test_outside_of_a_notebook_an_explorer_is_shown_as_words(capsys: pytest.CaptureFixture[str]) -> None:
-    exploration = explore("partition", model="mlp-tiny", ranks=4)
-    exploration._ipython_display_()
-    assert "VBox" in capsys.readouterr().out
-    exploration.controls["ranks"].value = 8
-
-
 def test_what_cannot_be_explored_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown explorer 'memories'; choose one of memory, ring, "):
         explore("memories")
