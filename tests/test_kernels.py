@@ -195,17 +195,6 @@ def test_what_the_network_moves_through_memory_is_counted_by_hand() -> None:
     assert replace(scenario, world_size=1).workload_of("ddp").moved_bytes == (0, 0)
 
 
-def test_a_model_that_is_no_transformer_is_priced_by_its_parameters() -> None:
-    from zero_ref.simulator.models import MODELS
-
-    scenario = Scenario(MODELS["mlp-tiny"], cluster("h100-ib"), 2)
-    assert scenario.kernels is None
-    run = scenario.run("ddp")
-    assert run.computing_ms == {}
-    forward = run.played.end_ms[0] - run.played.begin_ms[0]
-    assert forward == pytest.approx(scenario.cluster.device.compute_ms(2 * scenario.numel * scenario.tokens))
-
-
 # ------------------------------------------------------------------------------- blocks that are not alike
 
 SPARSE = {
@@ -270,20 +259,6 @@ def test_a_window_leaves_out_what_it_hides() -> None:
         Scenario(model, cluster("h100-ib"), 1, sequence=16).attention_share for model in (whole, windowed)
     ]
     assert share[1] / share[0] == (3 * 4 + 16) / (4 * 16)
-
-
-def test_without_kernels_a_device_computes_with_the_active_parameters() -> None:
-    model = from_config(SPARSE)
-    scenario = Scenario(model, cluster("loopback"), 1, sequence=16)
-    share = model.active / scenario.numel
-    assert 0 < share < 1
-    forward = Operation("forward", COMPUTE, numel=scenario.numel)
-    flops = 2 * model.active * 16 * (1 + scenario.attention_share)
-    ms = scenario.workload.compute_ms(forward, scenario.numel, PLAIN_CPU)
-    assert ms == pytest.approx(flops / 1e9)
-
-
-PLAIN_CPU = Device("plain", 1, 1.0, None, 2)
 
 
 def test_norms_with_biases_are_layer_norms_and_others_rms_norms() -> None:

@@ -78,13 +78,6 @@ def test_what_is_sent_is_counted_by_the_rank_and_the_iteration() -> None:
     assert in_pairs.memory == scenario.run("local-sgd").memory
 
 
-def test_a_sequence_is_the_model_s_but_not_too_long() -> None:
-    assert Scenario(TRANSFORMERS["gpt2"], H100, 1, batch=3).tokens == 3 * 1024
-    assert Scenario(replace(SMALL, positions=131072), H100, 1).tokens == 8192
-    assert Scenario(replace(SMALL, positions=131072), H100, 1, sequence=131072).tokens == 131072
-    assert Scenario(MODELS["mlp-tiny"], H100, 1, batch=7).tokens == 7
-
-
 def test_a_gpu_updates_beside_backward_and_a_cpu_does_not() -> None:
     for name, beside in (("h100-ib", True), ("loopback", False)):
         run = Scenario(SMALL, cluster(name), 2, way="interleaved", bucket_bytes=10_000).run("zero-even")
@@ -344,14 +337,3 @@ def test_float32_is_priced_at_its_own_peak_and_not_at_that_of_16_bits(name: str)
     run = long.run("ddp")
     operations = 6 * long.numel * long.tokens * (1 + long.attention_share)
     assert run.utilisation == pytest.approx(operations / run.iteration_ms / peaks["float32"] / 1e9)
-
-
-def test_tf32_is_asked_for_and_lies_between() -> None:
-    options = {"batch": 8, "sequence": 128, "dtype": "float32"}
-    h100, model = cluster("h100-ib"), TRANSFORMERS["gpt2-xl"]
-    plain, tensor_cores = (Scenario(model, h100, 2, **options, tf32=one) for one in (False, True))
-    assert tensor_cores.run("ddp").iteration_ms < plain.run("ddp").iteration_ms
-    with pytest.raises(ValueError, match="tf32 is how products of float32 are made; the dtype is bfloat16"):
-        Scenario(model, h100, 2, tf32=True)
-    with pytest.raises(ValueError, match="V100 32 GB: no peak in TF32 is known"):
-        Scenario(model, cluster("v100-ib"), 2, dtype="float32", tf32=True)

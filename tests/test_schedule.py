@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, strategies as st
 from scheduled import scheduled
 from training import filled
 
@@ -18,7 +17,6 @@ from zero_ref.lab.meter import held_bytes, recording
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
-from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.plan.rules import from_lists
 from zero_ref.simulator.models import from_module
@@ -31,16 +29,6 @@ from zero_ref.simulator.schedule import (
 
 MIB = 2**20
 
-params_of_model = st.lists(
-    st.builds(
-        lambda numel, dtype, trainable: ParamSpec(numel, dtype, trainable=trainable),
-        st.integers(0, 10**6),
-        st.sampled_from(["float32", "bfloat16"]),
-        st.sampled_from([True, True, True, False]),
-    ),
-    min_size=1,
-    max_size=20,
-)
 reducing = [name for name, plan in RECIPES.items() if plan.stage < 2 and name != "local-sgd"]
 sharded = [name for name in reducing if RECIPES[name].partition]
 
@@ -50,13 +38,6 @@ def broadcasts(calls: Sequence[Call]) -> list[Call]:
 
 
 # ----------------------------------------------------------------------------------------------- example
-
-
-def test_ddp_only_reduces_gradients() -> None:
-    plan = schedule("ddp", [ParamSpec(600), ParamSpec(400)], world_size=4, ddp_buckets=[[1], [0]])
-    assert plan.calls == (Call("all_reduce", 1600), Call("all_reduce", 2400))
-    assert plan.state_bytes == (2 * 4000 + 8,) * 4
-    assert plan.parameter_bytes == plan.gradient_bytes == (4000,) * 4
 
 
 def test_zero_then_sends_each_parameter_from_its_owner_owner_by_owner() -> None:
@@ -190,12 +171,6 @@ def test_stage_3_cuts_each_parameter_along_its_rows_and_pads_the_last_ranks() ->
     )
 
 
-def test_stage_3_of_frozen_parameters_gathers_them_and_reduces_nothing() -> None:
-    plan = schedule("zero-3", [ParamSpec(8), ParamSpec(8, trainable=False)], 2, blocks=[[0], [1]])
-    assert [call.op for call in plan.calls].count("reduce_scatter") == 1
-    assert (plan.parameter_bytes, plan.gradient_bytes) == ((32, 32), (16, 16))
-
-
 @pytest.mark.parametrize(
     ("strategy", "options", "message"),
     [
@@ -225,22 +200,6 @@ def test_an_averaging_that_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         scheduled(strategy, [ParamSpec(4)], 4, **options)
-
-
-# ---------------------------------------------------------------------------------------------- property
-
-
-@given(params_of_model, st.integers(1, 8), st.sampled_from(reducing))
-def test_gradients_travel_once_and_sharded_parameters_once_more(
-    params: list[ParamSpec], world_size: int, strategy: str
-) -> None:
-    plan = schedule(strategy, params, world_size)
-    gradients = plan.gradient_bytes[0]
-    assert sum(call.nbytes for call in plan.calls if call.op == "all_reduce") == gradients
-    sends = strategy != "ddp" and world_size > 1
-    assert sum(call.nbytes for call in broadcasts(plan.calls)) == (gradients if sends else 0)
-    assert all(call.nbytes > 0 for call in broadcasts(plan.calls))
-    assert len(plan.parameter_bytes) == len(plan.gradient_bytes) == len(plan.state_bytes) == world_size
 
 
 # ------------------------------------------------------------------------------------------------ parity
@@ -342,12 +301,3 @@ def test_interleaved_parameters_follow_the_next_reduction() -> None:
     ]
     plain = calls_of_rank(plan, params, 0, buckets=buckets, flat=True)
     assert [call[:2] for call in plain[3:]] == [("broadcast", 28), ("broadcast", 36)], "flat: one an owner"
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_of_some_buckets_only_their_parameters_are_sent(flat: bool) -> None:
-    params = [ParamSpec(n) for n in (6, 5, 4, 1)]
-    plan = plan_partition("sorted_greedy", params, 2)
-    assert calls_of_rank(plan, params, 0, buckets=[[3, 2]], flat=flat) == [
-        *(Call("all_reduce", 20), Call("broadcast", 4, 0), Call("broadcast", 16, 1)),
-    ]

@@ -99,6 +99,17 @@ def test_in_forward_an_iteration_begins_with_what_the_step_before_has_sent() -> 
     assert plan.state_bytes == of_ranges(2).state_bytes
 
 
+def test_one_rank_reduces_to_itself_and_sends_nothing() -> None:
+    for way in ("plain", "in_forward"):
+        plan = of_ranges(1, way=way)
+        assert brief(plan.operations) == [
+            *("forward", "backward 0", "reduce 0", "backward 1", "reduce 1", "step")
+        ]
+        assert plan.calls == (Call("reduce_shares", 256), Call("reduce_shares", 1280))
+        assert plan.wire_bytes() == plan.wire_bytes("gloo") == 0
+        assert plan.state_bytes == schedule("ddp", PARAMS, 1).state_bytes
+
+
 def test_groups_share_the_state_and_average_shares_between_them() -> None:
     plan = of_ranges(4, shard_group=2)
     pair = of_ranges(2)
