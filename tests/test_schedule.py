@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, strategies as st
 from scheduled import scheduled
 from training import filled
 
