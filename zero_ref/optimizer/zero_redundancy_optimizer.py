@@ -307,9 +307,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @_disable_dynamo
     def begin_update(self) -> None:
         """Follow the user's changes since the last update, and compare what must be equal on all ranks."""
+        self.whole.gathered = None  # the update makes it out of date
         built = self.current()
         self.accord.before_update(built, self.standing_facts)
-        self.whole.note_change()
         replace_options(self.param_groups, self.shard.optim.param_groups)
 
     def exchange(self, expected: Sequence[PendingCall | None]) -> None:
@@ -530,8 +530,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             RuntimeError: the state was not consolidated onto this rank since the last update or load; or,
-                before the first update, a class that is not torch's makes state in its constructor; or
-                torch's `set_optimizer_state_dict` calls it, to find the keys of a whole state.
+                before the first update, a class that is not torch's makes state in its constructor. So does
+                torch's `set_optimizer_state_dict`, where it asks for the keys of a whole state.
         """
         self.registered.check_listed(self.param_groups, self.rank)
         for before_hook in self._optimizer_state_dict_pre_hooks.values():

@@ -11,7 +11,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from traceback import walk_stack
 from typing import Any, Literal, Protocol
 
 import torch
@@ -28,15 +27,6 @@ from zero_ref.shard.shard import Shard
 from zero_ref.state import checkpoint
 from zero_ref.state.entries import State, pack
 from zero_ref.state.gather import consolidate
-
-
-def _is_asked_by_torchs_setter() -> bool:
-    """Return whether torch's `set_optimizer_state_dict` is calling, as only the call stack tells.
-
-    If it gets no keys, it fails with "Expected device to be set" (torch 2.13; tests/ranks/test_dcp.py).
-    """
-    return any(frame.f_code.co_name == "_load_optim_state_dict" for frame, _ in walk_stack(None))
-
 
 _ONE_AT_A_TIME = threading.Lock()  # set_stance is global, and virtual ranks are threads
 
@@ -56,8 +46,10 @@ def _trial() -> Iterator[None]:
 
 
 class Accord(Protocol):
-    """The part of the optimizer's agreements that a load uses."""
+    """The part of the optimizer's agreements that this module uses."""
 
+    @property
+    def updates(self) -> int: ...
     def note_cut_off(self, action: str) -> None: ...
     def note_loaded(self, rounded: int) -> None: ...
 
@@ -101,12 +93,11 @@ class WholeState:
         # garbage collector runs.
         self.zero: Zero = weakref.proxy(zero)
         self.gathered: State | None = None
-        self._is_everywhere = True  # all ranks have `gathered`, or what the constructor made
-        self._is_new = True  # the state is the one that the constructor made
+        self._was_replaced = False  # the state was loaded or assigned, or a method has changed it
 
     def note_change(self) -> None:
-        """Note that the state has changed: by an update, a load, an assignment or a method of the class."""
-        self.gathered, self._is_new = None, False
+        """Note that other than by an update, the state has become another one than the constructor made."""
+        self.gathered, self._was_replaced = None, True
 
     def forget_gathered(self) -> None:
         """Free the gathered state, which has to be gathered anew then."""
@@ -125,25 +116,20 @@ class WholeState:
                 )
             packed = pack(zero.shard.owned, zero.shard.state)
         self.gathered = consolidate(zero.collectives, to, built.params, packed)
-        self._is_everywhere = to == "all"
 
     def as_gathered(self) -> dict[str, Any]:
         """The gathered state as a state dict, before hooks: `ZeroRedundancyOptimizer.state_dict`."""
         rank, whole = self.zero.collectives.rank, self.gathered
-        if whole is None and self._is_new:
+        if whole is None and not self._was_replaced and not self.zero.accord.updates:
             whole = self._constructed()
-        if not (whole and self._is_everywhere) and _is_asked_by_torchs_setter():
-            raise RuntimeError(
-                f"rank {rank}: torch's set_optimizer_state_dict, with full_state_dict or "
-                "broadcast_from_rank0, asks the optimizer for the keys of the whole state, and a rank has "
-                "those of its shard. Pass zero_ref.OptimizerToLoad(optimizer) in place of the optimizer."
-            )
         if whole is None:
             raise RuntimeError(
                 f"rank {rank}: the optimizer state is spread over {self.zero.collectives.world_size} ranks "
                 "and has not been gathered on this one since the last step. Call "
                 f"consolidate_state_dict({rank}) on all ranks, or state_dict() only on the rank "
-                "onto which it was gathered. Options, such as lr, are in optimizer.param_groups at any time."
+                "onto which it was gathered. Options, such as lr, are in optimizer.param_groups at any time. "
+                "Give zero_ref.StatefulOptimizer to torch.distributed.checkpoint in place of get_state_dict, "
+                "and zero_ref.OptimizerToLoad(optimizer) to set_optimizer_state_dict."
             )
         return {
             "state": {param: dict(state) for param, state in whole.items()},
