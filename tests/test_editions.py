@@ -232,6 +232,7 @@ def test_the_command_ends_with_2_and_writes_nothing(
 
 
 @pytest.mark.ranks
+@pytest.mark.thorough
 def test_nbval_passes_the_solutions_and_fails_each_blank_stub(tmp_path: Path) -> None:
     for audience in AUDIENCES:
         [path] = write_editions(NOTEBOOKS, tmp_path / audience, audience, ["partition"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -43,6 +42,8 @@ def test_what_comes_after_a_part_that_failed_is_run_too(make: str, capfd: pytest
     }
     lines = capfd.readouterr().out.splitlines()
     assert sorted(line for line in lines if "making" in line) == sorted(f"making {name}" for name in names)
+    chain = [line for line in lines if line in ("making notebooks", "making book", "making browser")]
+    assert chain == ["making notebooks", "making book", "making browser"], "each reads what the last wrote"
     assert lines[lines.index("making ranks") + 1].startswith("FAILED"), "one part's lines stay together"
     said = parts.table(outcomes, 60)
     assert "FAILED: make ranks\n                tests/test_a.py::test_b[1 - 2]\n" in said
@@ -66,15 +67,6 @@ def test_the_exit_status_says_whether_a_part_failed(
 def test_every_part_is_a_target_of_the_makefile() -> None:
     makefile = (Path(__file__).parents[1] / "Makefile").read_text()
     assert [part for part in parts.PARTS if f"\n{part}: $(STAMP)" not in makefile] == []
-
-
-@pytest.mark.parametrize("make", [["notebooks"]], indirect=True)
-def test_the_book_comes_after_the_notebooks_and_the_browser_after_the_book(
-    make: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert {outcome.part for outcome in parts.run_all(make) if outcome.bad} == {"notebooks"}
-    made = re.findall("making (notebooks|book|browser)", capfd.readouterr().out)
-    assert made == ["notebooks", "book", "browser"]
 
 
 def test_one_part_is_shown_as_it_comes_and_the_others_when_they_have_ended(

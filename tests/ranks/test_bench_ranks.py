@@ -72,6 +72,7 @@ def in_miniature(suite: Callable[[str, int], SuiteResult]) -> Callable[[str, int
     return run
 
 
+@pytest.mark.thorough
 def test_the_command_measures_every_suite(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

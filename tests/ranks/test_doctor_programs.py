@@ -37,7 +37,7 @@ def test_every_program_is_tried() -> None:
     assert {path.stem for path in PROGRAMS.glob("*.py")} == {*LIBRARY, *OWN}
 
 
-@pytest.mark.parametrize("name", ["torch_zero", "fsdp2"])
+@pytest.mark.parametrize("name", ["torch_zero", pytest.param("fsdp2", marks=pytest.mark.thorough)])
 def test_torchs_own_programs_are_healthy(name: str) -> None:
     report = doctor.diagnose(
         InFile(str(PROGRAMS / f"{name}.py"), "sharded"), **OPTIONS, ranks=(2,), only=QUICK, timeout=120

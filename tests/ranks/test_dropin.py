@@ -109,7 +109,9 @@ def assert_same_training(ours: dict[str, Any], expected: dict[str, Any]) -> None
     assert ours.get("scheduler") == expected.get("scheduler")
 
 
-@pytest.mark.parametrize("flags", [["--step"], ["--shard-buckets"]], ids=str)
+@pytest.mark.parametrize(
+    "flags", [pytest.param(["--step"], marks=pytest.mark.thorough), ["--shard-buckets"]], ids=str
+)
 def test_a_script_with_overlap_trains_as_ddp_and_the_plain_optimizer(
     flags: list[str], tmp_path: Path
 ) -> None:
@@ -136,6 +138,7 @@ def refused(script: str, arguments: Sequence[str], store_port: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.thorough
 def test_the_script_as_it_is_is_torchs_which_refuses_gloo(tmp_path: Path) -> None:
     store = new_store()
     for message in run(refused, 2, str(OVERLAP), ["--out", str(tmp_path / "run")], store.port):
@@ -181,6 +184,7 @@ def resume_plainly(script: str, batches: Sequence[int]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 def test_uneven_inputs_train_as_the_plain_optimizer_which_torchs_class_does_not(tmp_path: Path) -> None:
     ours = with_our_imports(RESUME, tmp_path)
     expected = run(resume_plainly, 2, str(ours), (2, 6))[1]

@@ -263,6 +263,7 @@ def test_masters() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_every_kind_of_partition_and_of_buckets() -> None:
     whole = [{"partition": "registration_greedy"}, {"parameters_as_bucket_view": True}, {"partition": "even"}]
     ways = [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}]
@@ -300,7 +301,11 @@ def test_two_groups_and_a_scheduler_that_steps_where_there_are_data() -> None:
 
 
 # Rank 0 leaves after iteration 1, in which the gate was unused: else DDP takes it for used from then on.
-@pytest.mark.parametrize("epochs", [[(2, 6), (5, 1)], [(2, 5, 2), (0, 2, 2)]], ids=str)
+@pytest.mark.parametrize(
+    "epochs",
+    [pytest.param([(2, 6), (5, 1)], marks=pytest.mark.thorough), [(2, 5, 2), (0, 2, 2)]],
+    ids=str,
+)
 def test_parameters_that_nobody_uses_in_an_iteration_are_left_alone(epochs: Epochs) -> None:
     ddp = {"find_unused_parameters": True}
     assert_as_plain(
@@ -344,6 +349,7 @@ def test_gradients_divided_by_the_number_of_ranks_that_have_data() -> None:
     assert_as_plain({"three": Case([(3, 1, 4)], join=divided, hook=to_owners)}, exactly=False)
 
 
+@pytest.mark.thorough
 def test_zeroing_gradients_after_the_step_or_before_it() -> None:
     cases = {
         f"{first}, {hook}": Case([(1, 3), (3, 1)], zero_grad_first=first, hook=hook)
@@ -552,7 +558,7 @@ def compare_company(make: Make, counts: Sequence[int]) -> None:
     assert_same(in_company(make, counts), in_company(two_plain, counts), f"{counts}")
 
 
-@pytest.mark.parametrize("make", [two_sharded, one_of_each])
+@pytest.mark.parametrize("make", [two_sharded, pytest.param(one_of_each, marks=pytest.mark.thorough)])
 def test_two_optimizers_on_one_model(make: Make) -> None:
     for counts in [(1, 4, 2), (3, 0, 3)]:
         run(compare_company, 3, make, counts)
@@ -862,7 +868,7 @@ def terminated(hook: Any) -> tuple[int, str, float]:
     return steps, message, after[0].sum().item()
 
 
-@pytest.mark.parametrize("hook", [None, to_owners, interleaved])
+@pytest.mark.parametrize("hook", [None, pytest.param(to_owners, marks=pytest.mark.thorough), interleaved])
 def test_ending_when_the_first_rank_runs_out_of_data_raises_on_all(hook: Any) -> None:
     outcomes = run(terminated, 3, hook, timeout=20)
     assert [steps for steps, _, _ in outcomes] == [2, 2, 2]

@@ -880,7 +880,7 @@ def joined_and_by_hand(*arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("case", "batches"),
     [
-        (Case(2, 3, **ADAMW), (2, 9)),  # one leaves in the warm-up
+        pytest.param(Case(2, 3, **ADAMW), (2, 9), marks=pytest.mark.thorough),  # one leaves in the warm-up
         (Case({2: 2, 4: 4}, 0, gradient_group=2), (3, 8, 5, 0)),
     ],
     ids=["warm-up", "groups"],

@@ -162,7 +162,7 @@ def parity(cases: list[tuple[Any, dict[str, Any]]], modes: list[tuple[Any, bool]
 ALL_MODES = [*MODES, (LISTS, False), (LISTS, True), (FINISHED, True)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 4))])
 def test_five_optimizers_in_every_mode_equal_torchs_class_and_the_plain_optimizer(world_size: int) -> None:
     modes = ALL_MODES if world_size == 2 else [*FEW_MODES, ("registration_greedy", False), (LISTS, True)]
     counts = run(parity, world_size, FIVE, modes, with_torchs=True, timeout=100)
@@ -546,7 +546,9 @@ def logged() -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("level", ["OFF", "INFO", "DETAIL"])
+@pytest.mark.parametrize(
+    "level", ["DETAIL", *(pytest.param(level, marks=pytest.mark.thorough) for level in ("OFF", "INFO"))]
+)
 def test_it_works_and_logs_at_every_debug_level(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # At DETAIL torch wraps the process group in one that checks every collective.
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)

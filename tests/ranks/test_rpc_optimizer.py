@@ -224,6 +224,7 @@ def unlocked(fn: Callable[..., Any]) -> Any:
         rpc_optimizer._lock = lock
 
 
+@pytest.mark.thorough
 def test_without_the_lock_they_would() -> None:
     after = on_workers(unlocked, 3, two_clients)
     _layers.clear()
@@ -270,6 +271,7 @@ def test_a_parameter_without_a_gradient_in_the_context_stays() -> None:
     assert on_workers(one_layer_after_the_other, 2, DistributedOptimizer)[0] == [True, False, False, True]
 
 
+@pytest.mark.thorough
 def test_torch_steps_it_with_the_gradient_of_an_earlier_step() -> None:
     assert on_workers(with_torchs_own, 2, one_layer_after_the_other)[0] == [True, False, True, True]
 
@@ -375,7 +377,10 @@ def failing_step(how: str) -> tuple[str, str, str, bool]:
     return ("", "no error", "", False)
 
 
-@pytest.mark.parametrize(("how", "kind"), [("ValueError", "ValueError"), ("KeyError", "RuntimeError")])
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("ValueError", "ValueError"), pytest.param("KeyError", "RuntimeError", marks=pytest.mark.thorough)],
+)
 def test_a_worker_that_raises_is_named_and_so_are_those_that_stepped(how: str, kind: str) -> None:
     raised, message, notes, moved = on_workers(failing_step, 3, how)[0]
     assert raised == kind

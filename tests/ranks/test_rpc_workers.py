@@ -243,7 +243,7 @@ def raise_on_one() -> None:
 
 
 @pytest.mark.usefixtures("all_may_report")
-@pytest.mark.parametrize("still_there", [True, False])
+@pytest.mark.parametrize("still_there", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_worker_that_ends_in_the_middle_of_a_call_is_named(still_there: bool) -> None:
     error = failure_of(ask_the_other_to, end, still_there)
     assert (error.rank, error.summary) == (1, "ended with exit code 3")

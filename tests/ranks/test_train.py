@@ -163,7 +163,7 @@ class Shapes(NamedTuple):
         return self.of_params
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero-even"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.thorough), "zero-even"])
 def test_a_scenario_foresees_the_bytes_of_a_16_bit_model(strategy: str) -> None:
     named = GPT(SMALL.model).named_parameters()
     scenario = Scenario(
