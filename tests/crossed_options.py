@@ -26,7 +26,6 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "masters": (None, "nearest", "stochastic"),
     "classes": ("sgd", "momentum", "adamw", "muon", "low_bit"),
     "place": (None, "cpu", "files"),
-    "broadcast_dtype": (None, "bfloat16", "float16"),
     # Of the wrapper.
     "reduce_dtype": (None, "float32", "bfloat16", "float16"),
     "scaled": (False, True),
@@ -74,7 +73,6 @@ IMPOSSIBLE: list[tuple[str, Sequence[Any], str, Sequence[Any], str]] = [
     ("wrapper", OVERLAPPED, "update", ("closure",), "backward makes the update"),
     ("wrapper", ("averaged",), "join", (True,), "nothing shadows the averages of a program"),
     ("unused", (True,), "join", (True,), "DDP takes for used what the batch before a rank left did not use"),
-    ("broadcast_dtype", OPTIONS["broadcast_dtype"][1:], "join", (True,), "DDP sends one rank's values"),
     ("scaled", (True,), "zero_grad", ("seldom",), "what is left is unscaled, what is added is not"),
     ("dtype", OPTIONS["dtype"][1:], "classes", ("momentum",), "SGD's kernels of torch 2.13 differ by group"),
 ]

@@ -95,12 +95,9 @@ class Rank:
         self.loop = Loop(chosen, passed, self.comm.world_size * count)
         self.model = copy.deepcopy(self.loop.model)
         self.model.seen, self.model.batches = (value.clone() for value in passed.buffers)
-        rounded = chosen["broadcast_dtype"]
-        self.rounded = getattr(torch, rounded) if rounded else None
         masters = {"master_dtype": torch.float32, "rounding": chosen["masters"], "rounding_seed": 7}
         self.optimizer_options = {
             "elementwise": False,  # of `LowBit`; torch's own classes are known
-            "broadcast_dtype": self.rounded,
             "state_device": folder.parent if chosen["place"] == "files" else chosen["place"],
             **(masters if chosen["masters"] else {}),
         }
@@ -140,9 +137,6 @@ class Rank:
             reduce_dtype=getattr(torch, dtype) if dtype and not as_fp16 else None, replicas=self.replicas,
             **{name: chosen[name] for name in ("scaled", "may_change")},
         )  # fmt: skip
-        if self.gathers and self.rounded:
-            self.refused(lambda: make(gather_in_forward=True), ValueError, "Leave out one of the two")
-            self.gathers = False
         self.wrapped = make(gather_in_forward=self.gathers)
 
     syncs_once = False
@@ -178,10 +172,7 @@ class Rank:
         params = list(self.loop.model.parameters())
         for number, (ours, plain) in enumerate(zip(self.model.parameters(), params, strict=True)):
             assert plain.isfinite().all(), f"torch's own values of parameter {number} are not finite"
-            same = ours == plain
-            if self.rounded:
-                same |= ours == plain.to(self.rounded).to(plain.dtype)
-            assert same.all(), (
+            assert torch.equal(ours, plain), (
                 f"parameter {number} of shape {tuple(ours.shape)}: {self.describe(ours, plain)}"
             )
         for piece, param, *_ in self.zero.shard.owned:
@@ -296,8 +287,7 @@ class Rank:
         plain = self.loop.forward(batch, self.rank, self.buffers_are_sent(sync))
         with contextlib.nullcontext() if sync else self.no_sync():
             loss = self.wrapped(batch[self.rank])
-            if not self.rounded:
-                torch.testing.assert_close(loss.detach(), plain, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(loss.detach(), plain, rtol=0, atol=0, equal_nan=True)
             self.scaler.scale(loss).backward()
 
     def clip(self, rng: Random) -> None:

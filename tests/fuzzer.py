@@ -287,13 +287,11 @@ class Twins:
         self.ddp_options |= {"gradient_as_bucket_view": rng.random() < 0.5}
         self.ddp_options |= {"bucket_cap_mb": rng.choice([0.0003, 0.001, 25])}
         in_files = folder.parent if rng.random() < 0.2 else None
-        only_float32 = {value.dtype for value in job.values} == {torch.float32}
-        self.rounded = torch.bfloat16 if not self.real and only_float32 and rng.random() < 0.2 else None
         self.models = [Model(job), Model(job)]
         ours, plain = [[model.params_of(job, g) for g in range(len(job.groups))] for model in self.models]
         self.zero = ZeroRedundancyOptimizer(
             ours, job.optimizer_class, group, rng.random() < 0.5, self.hook is not None,
-            partition=job.draw_partition(rng), broadcast_dtype=self.rounded, state_device=in_files,
+            partition=job.draw_partition(rng), state_device=in_files,
             **job.masters, **job.options,
         )  # fmt: skip
         self.plain: Any = job.optimizer_class(plain, **job.options)
@@ -334,18 +332,16 @@ class Twins:
         params = [list(model.parameters()) for model in self.models]
         for number, (ours, plain) in enumerate(zip(*params)):
             assert plain.isfinite().all(), f"torch's own values of parameter {number} are not finite"
-            rtol = 2**-8 if self.rounded else 0  # bfloat16 has 8 bits
             torch.testing.assert_close(
-                ours, plain, rtol=rtol, atol=0, msg=lambda text, n=number: f"parameter {n}: {text}"
+                ours, plain, rtol=0, atol=0, msg=lambda text, n=number: f"parameter {n}: {text}"
             )
         for piece, param, *_ in self.zero.shard.owned:
             plain = torch.empty_like(param).copy_(params[1][piece.param])
             ours, plain = (flat_view(p.detach())[piece.start : piece.stop] for p in (param, plain))
             assert torch.equal(ours, plain), f"{piece} differs on its owner"
-        if not self.rounded:
-            flat = torch.cat([param.detach().reshape(-1).to(torch.complex128) for param in params[0]])
-            digest = int.from_bytes(hashlib.sha256(flat.numpy().tobytes()).digest()[:6])
-            assert self.of_all(digest) == [digest] * self.comm.world_size, "ranks hold different parameters"
+        flat = torch.cat([param.detach().reshape(-1).to(torch.complex128) for param in params[0]])
+        digest = int.from_bytes(hashlib.sha256(flat.numpy().tobytes()).digest()[:6])
+        assert self.of_all(digest) == [digest] * self.comm.world_size, "ranks hold different parameters"
 
     def of_all(self, number: int) -> list[int]:
         return torch.cat(self.comm.all_gather(torch.tensor([number]))).tolist()

@@ -34,7 +34,6 @@ def bucketed(params: Any, comm: Collectives) -> ZeroRedundancyOptimizer:
         comm,
         partition="even",
         parameters_as_bucket_view=True,
-        broadcast_dtype=torch.bfloat16,
     )
 
 

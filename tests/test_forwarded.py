@@ -150,7 +150,7 @@ def test_masters_and_state_in_files_are_switched(
 def test_broadcast_dtype_rounds_what_other_ranks_own() -> None:
     def on_rank(comm: Collectives) -> bool:
         params = params_of_ones(2, 6)
-        optimizer = ZeroRedundancyOptimizer(params, Free, comm, broadcast_dtype=torch.bfloat16)
+        optimizer = OSS(params, Free, comm, broadcast_dtype=torch.bfloat16)
         plain = [nn.Parameter(param.detach().clone()) for param in params]
         unsharded = Free(plain)
         for one, its in ((optimizer, params), (unsharded, plain)):

@@ -41,6 +41,7 @@ from training import (
 )
 
 from zero_ref.comm.collectives import Collectives
+from zero_ref.dropin.oss import OSS
 from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording, state_bytes
@@ -418,7 +419,7 @@ def test_parameters_of_equal_shapes_in_another_order_are_found_without_names() -
 def test_start_values_of_an_added_group_are_compared_and_only_those(differ: bool) -> None:
     def on_rank(comm: Collectives) -> None:
         model = Tangle()
-        optimizer = zero(comm, model.parameters(), broadcast_dtype=torch.bfloat16)
+        optimizer = OSS(model.parameters(), optim.AdamW, comm, broadcast_dtype=torch.bfloat16)
         for extra in (None, torch.full((3,), float(comm.rank * differ))):
             if extra is not None:  # by now ranks hold rounded values of what others own
                 optimizer.add_param_group({"params": [nn.Parameter(extra)]})
@@ -682,15 +683,10 @@ def test_overlap_with_ddp_on_one_rank_only_is_refused() -> None:
     each_rank_raises(one_rank_asks, ValueError, "overlap_with_ddp=True")
 
 
-@pytest.mark.parametrize("as_view", [False, True])
-@pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
-def test_broadcast_dtype_rounds_what_others_own_and_nothing_else(partition: str, as_view: bool) -> None:
+def test_broadcast_dtype_rounds_what_others_own_and_nothing_else() -> None:
     def on_rank(comm: Collectives) -> tuple[Partition, Snapshot, list[Call]]:
         model = Tangle()
-        optimizer = zero(
-            comm, model.parameters(), optim.SGD, lr=0.1, partition=partition,
-            parameters_as_bucket_view=as_view, broadcast_dtype=torch.bfloat16,
-        )  # fmt: skip
+        optimizer = OSS(model.parameters(), optim.SGD, comm, broadcast_dtype=torch.bfloat16, lr=0.1)
         fill_gradients(list(model.parameters()), 0, comm.world_size, comm)
         with recording(comm) as calls:
             optimizer.step()
@@ -716,12 +712,10 @@ def test_broadcast_dtype_rounds_what_others_own_and_nothing_else(partition: str,
         assert sum(call.nbytes for call in calls) == 2 * trained
 
 
-def step_beyond(
-    comm: Collectives, values: dict[str, float], dtype: torch.dtype, **options: Any
-) -> tuple[str, Snapshot]:
+def step_beyond(comm: Collectives, values: dict[str, float], dtype: torch.dtype) -> tuple[str, Snapshot]:
     """Return the error of a step that gives one element of each of these parameters this value."""
     model = Tangle()
-    optimizer = zero(comm, model.named_parameters(), optim.SGD, lr=1.0, broadcast_dtype=dtype, **options)
+    optimizer = OSS(model.named_parameters(), optim.SGD, comm, broadcast_dtype=dtype, lr=1.0)
     for name, param in model.named_parameters():
         if param.requires_grad:
             param.grad = torch.zeros_like(param)
@@ -734,14 +728,10 @@ def step_beyond(
     return "", snapshot(model)
 
 
-@pytest.mark.parametrize(("partition", "as_view"), TWO_MODES)
-def test_values_that_the_dtype_they_are_sent_in_cannot_hold_are_an_error_on_all_ranks(
-    partition: str, as_view: bool
-) -> None:
+def test_values_that_the_dtype_they_are_sent_in_cannot_hold_are_an_error_on_all_ranks() -> None:
     def raised(dtype: torch.dtype, **values: float) -> list[str]:
         by_name = {name.replace("_", "."): value for name, value in values.items()}
-        options = {"partition": partition, "parameters_as_bucket_view": as_view}
-        return [text for text, _ in virtual.run(step_beyond, 3, by_name, dtype, timeout=20, **options)]
+        return [text for text, _ in virtual.run(step_beyond, 3, by_name, dtype, timeout=20)]
 
     for value in (70_000.0, -70_000.0):
         for rank, text in enumerate(raised(torch.float16, up_weight=value)):

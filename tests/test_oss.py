@@ -24,6 +24,7 @@ from training import (
     train,
 )
 
+from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm.collectives import Collectives
 from zero_ref.dropin.oss import OSS
 from zero_ref.lab import virtual
@@ -76,7 +77,7 @@ def test_attributes_are_named_as_in_fairscale() -> None:
         assert optimizer.broadcast_fp16
         assert optimizer.param_groups[0]["lr"] == optimizer.optim.param_groups[0]["lr"] == 0.5
         optimizer.broadcast_fp16 = False
-        assert optimizer.registered.broadcast_dtype is None
+        assert optimizer.broadcast_dtype is None
 
     virtual.run(on_rank, 2, timeout=20)
 
@@ -285,6 +286,32 @@ def test_rounded_on_the_wire_the_owner_keeps_full_precision(options: Any, dtype:
         assert torch.equal(ours[rank], exact[rank]), "its own: small updates added up"
         assert torch.equal(ours[1 - rank], exact[1 - rank].to(dtype).float())
         assert nbytes == 20 * 2 * 7
+
+
+def test_ranks_that_would_send_in_other_dtypes_are_refused() -> None:
+    def on_rank(comm: Collectives) -> None:
+        param = nn.Parameter(torch.ones(4))
+        param.grad = torch.ones(4)
+        OSS([param], group=comm, broadcast_fp16=comm.rank == 1, lr=0.1).step()
+
+    assert all("broadcast_dtype=" in message for message in raised_by_each_rank(on_rank, ValueError))
+
+
+def test_a_step_waits_for_rounded_values_though_a_forward_could() -> None:
+    def on_rank(comm: Collectives) -> None:
+        model = nn.Linear(3, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = OSS(model.parameters(), group=comm, broadcast_fp16=True, lr=1.0)
+        sharded = ShardedDataParallel(model, optimizer, gather_in_forward=True)
+        sharded(torch.full((1, 3), -0.3)).backward()
+        optimizer.step()
+        exact = torch.ones(1, 3) + 0.3
+        owned = optimizer.partition.owner_of_param[0] == comm.rank
+        assert torch.equal(model.weight, exact if owned else exact.half().float())
+        sharded(torch.full((1, 3), -70_000.0)).backward()
+        optimizer.step()
+
+    assert all("beyond 65504" in message for message in raised_by_each_rank(on_rank, RuntimeError))
 
 
 def test_two_ways_to_say_what_travels_are_refused() -> None:

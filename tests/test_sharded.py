@@ -40,6 +40,7 @@ from training import (
 )
 
 from zero_ref.comm.collectives import Collectives
+from zero_ref.dropin.oss import OSS
 from zero_ref.files import save_owner, shard_files, sharded
 from zero_ref.files.saves import sealed
 from zero_ref.files.shard_files import ShardWriter
@@ -63,11 +64,12 @@ class Trainee:
         make_model: Any = Tangle,
         groups: Any = None,
         cls: Any = optim.AdamW,
+        make: Any = ZeroRedundancyOptimizer,
         **options: Any,
     ) -> None:
         self.model: nn.Module = make_model()
         params = groups(self.model) if groups else self.model.parameters()
-        self.optimizer = ZeroRedundancyOptimizer(params, cls, comm, **options)
+        self.optimizer = make(params, cls, comm, **options)
 
     def steps(self, steps: range) -> list[Snapshot]:
         return [snapshot(self.model) for _ in train(self.model, self.optimizer, steps)]
@@ -374,7 +376,7 @@ def test_parameters_that_have_moved_in_memory_are_saved_and_loaded_where_they_ar
 
 
 def test_with_rounded_broadcasts_every_rank_gets_what_it_had(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"broadcast_dtype": torch.bfloat16, "partition": "sorted_greedy"}
+    options: dict[str, Any] = {"broadcast_dtype": torch.bfloat16, "make": OSS}
 
     def uninterrupted(comm: Collectives) -> list[Snapshot]:
         trainee = Trainee(comm, **options)

@@ -1076,7 +1076,6 @@ def mistakes(model: nn.Module, zero: Any, group: Any) -> dict[str, Callable[[], 
     """By a part of its text, what makes the constructor raise."""
     params = list(model.parameters())
     late = ZeroRedundancyOptimizer(params, optim.SGD, group, overlap_with_ddp=True, lr=0.1)
-    rounded = ZeroRedundancyOptimizer(params, optim.SGD, group, broadcast_dtype=B16, lr=0.1)
     part = ZeroRedundancyOptimizer(params[1:], optim.SGD, group, lr=0.1)
     return {
         "or a list of them, not SGD": lambda: ShardedDataParallel(model, [zero, optim.SGD(params, lr=0.1)]),  # type: ignore[list-item]
@@ -1085,7 +1084,6 @@ def mistakes(model: nn.Module, zero: Any, group: Any) -> dict[str, Callable[[], 
         "of the optimizer is not in the module": lambda: ShardedDataParallel(model.last, zero),  # type: ignore[arg-type]
         "overlap_with_ddp=True": lambda: ShardedDataParallel(model, late),
         "process_group is another group": lambda: ShardedDataParallel(model, zero, object()),  # type: ignore[arg-type]
-        "broadcast_dtype": lambda: ShardedDataParallel(model, rounded, gather_in_forward=True),
         "takes a floating-point dtype": lambda: ShardedDataParallel(model, zero, reduce_dtype=torch.int32),
         "process_group takes": lambda: ShardedDataParallel(model, zero, replicas=0.5),  # type: ignore[arg-type]
         "unexpected option 'reduce_bf16'": lambda: ShardedDataParallel(model, zero, reduce_bf16=True),

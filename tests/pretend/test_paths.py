@@ -35,7 +35,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {}
 for name, how in STEPS_BY.items():
     CASES[f"step, {name}"] = ("step", how)
     CASES[f"step, {name}, fused"] = ("step", {**how, "fused": True})
-    CASES[f"step, {name}, 16 bits sent"] = ("step", {**how, "broadcast_dtype": torch.bfloat16})
 for name in ("views", "even views"):
     how = STEPS_BY[name]
     CASES[f"DDP, {name}"] = ("after_ddp", how)

@@ -571,16 +571,6 @@ def test_consolidating_and_loading_between_iterations() -> None:
     run(state_dicts, 2)
 
 
-def rounded_broadcasts() -> None:
-    """Others than the owner get rounded values: the same ones as when step() sends them."""
-    for way, partition in itertools.product(BOTH_WAYS, ["sorted_greedy", "even"]):
-        job = Job(way, zero={"broadcast_dtype": torch.bfloat16, "partition": partition})
-        ours, _ = job.run(sharded=True)
-        assert_same(ours, replace(job, way=None).run(sharded=True)[0], str(job))
-        exact = replace(job, zero={}).run(sharded=True)[0]
-        assert not all(torch.equal(a, b) for a, b in zip(ours[-1], exact[-1], strict=True))
-
-
 ON_MASTERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (optim.AdamW, {"lr": 1e-3}),
     "SGD": (optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
@@ -683,10 +673,6 @@ def clipped_jobs() -> int:
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_masters_are_clipped_as_the_plain_optimizers(world_size: int) -> None:
     assert run(clipped_jobs, world_size) == [2] * world_size
-
-
-def test_parameters_sent_in_half_precision() -> None:
-    run(rounded_broadcasts, 2)
 
 
 # ------------------------------------------------------------------------------------------- kinds of models

@@ -102,9 +102,7 @@ def check_dtype(dtype: Any) -> None:
 
 
 def check_optimizers(
-    optimizers: Sequence[Any],
-    process_group: dist.ProcessGroup | Collectives | None,
-    gather_in_forward: bool,
+    optimizers: Sequence[Any], process_group: dist.ProcessGroup | Collectives | None
 ) -> None:
     """Refuse optimizers to which gradients cannot be sent.
 
@@ -128,12 +126,6 @@ def check_optimizers(
             raise ValueError(
                 "an optimizer with overlap_with_ddp=True is stepped by hooks of DistributedDataParallel. "
                 "Construct it without."
-            )
-        if gather_in_forward and optimizer.registered.broadcast_dtype is not None:
-            raise ValueError(
-                "gather_in_forward=True receives new parameters in their own place, and with "
-                f"broadcast_dtype={optimizer.registered.broadcast_dtype} they are received elsewhere and "
-                "rounded. Leave out one of the two."
             )
     if not optimizers:
         raise ValueError("sharded_optimizer is an empty list: gradients need an owner.")

@@ -275,8 +275,7 @@ class UpdateInBackward:
             self._broadcast(self.zero.built.messages)
 
     def _broadcast(self, messages: Sequence[Message]) -> None:
-        dtype = self.zero.registered.broadcast_dtype
-        self._broadcasts += start_broadcasts(self.zero.collectives, messages, dtype)
+        self._broadcasts += start_broadcasts(self.zero.collectives, messages)
 
     def receive(self) -> None:
         """Wait until all new parameters have arrived."""

@@ -189,7 +189,7 @@ class ShardedDataParallel(nn.Module):
             check_names(fairscale)
             dtype = torch.float16 if fairscale.get("reduce_fp16") else reduce_dtype
             check_dtype(dtype)
-            check_optimizers(self.sharded_optimizers, process_group, gather_in_forward)
+            check_optimizers(self.sharded_optimizers, process_group)
             how = Options(reduce_buffer_size, dtype, scaled, may_change)
             self._reductions = [ShardReduction(zero, how, self.replicas) for zero in self.sharded_optimizers]
             self._hooks = GradientHooks(

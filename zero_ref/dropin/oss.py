@@ -62,9 +62,10 @@ class OSS(ZeroRedundancyOptimizer):
     Args:
         params, optim, group: as `params`, `optimizer_class`, `process_group` of `ZeroRedundancyOptimizer`.
         broadcast_buffer_size, force_broadcast_object: accepted and not used.
-        broadcast_fp16: send new parameters as float16. Unlike with FairScale's, the owner keeps its own
-            values in full precision, so that small updates add up; the other ranks, and a model that one rank
-            saves, have rounded values. May be set later, on all ranks.
+        broadcast_fp16: `step` sends new parameters as float16. Unlike with FairScale's, the owner keeps its
+            own values in full precision, so that small updates add up; the other ranks, and a model that one
+            rank saves, have rounded values. May be set later, on all ranks. A step waits for the GPU to check
+            for values beyond 65504, which are an error on all ranks.
         broadcast_dtype: the same with another dtype, such as torch.bfloat16, which has the range of float32.
         **default: passed to `optim`.
 
@@ -95,13 +96,13 @@ class OSS(ZeroRedundancyOptimizer):
                 f"broadcast_fp16=True and broadcast_dtype={broadcast_dtype} both name a dtype in which to "
                 "send parameters; pass one of them."
             )
+        self.broadcast_dtype = torch.float16 if broadcast_fp16 else broadcast_dtype
         super().__init__(
             params,
             optim,
             group,
             parameters_as_bucket_view=True,
             partition="registration_greedy",
-            broadcast_dtype=torch.float16 if broadcast_fp16 else broadcast_dtype,
             **default,
         )
 
@@ -112,11 +113,15 @@ class OSS(ZeroRedundancyOptimizer):
     @property
     def broadcast_fp16(self) -> bool:
         """Whether new parameters are sent as float16."""
-        return self.registered.broadcast_dtype == torch.float16
+        return self.broadcast_dtype == torch.float16
 
     @broadcast_fp16.setter
     def broadcast_fp16(self, wanted: bool) -> None:
-        self.registered.broadcast_dtype = torch.float16 if wanted else None
+        self.broadcast_dtype = torch.float16 if wanted else None
+
+    def standing_facts(self) -> list[str]:
+        """The facts that must be equal on all ranks at any time."""
+        return [f"broadcast_dtype={self.broadcast_dtype}", *super().standing_facts()]
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """The parameter groups of each rank: all options, and the parameters that the rank owns.

@@ -16,7 +16,8 @@ step on a rank that has left.
 
 `Join` shadows each forward of the DDP model, so a rank with data must step after each forward: it cannot
 accumulate gradients over several, and torch.amp.GradScaler must not skip a step. When all ranks have left,
-DDP gives them the parameters of one rank: with `broadcast_dtype`, the owners' full precision is lost then.
+DDP gives them the parameters of one rank: with `broadcast_dtype` of `OSS`, the owners' full precision is lost
+then.
 
 Write `with Join(...)`: as long as a `Join` is kept in a variable, it counts as one that has not ended.
 """

@@ -45,8 +45,7 @@ def facts_of_plan(zero: Zero, specs: Sequence[ParamSpec], partition: Partition, 
     given = zero.registered
     own_options = (
         f"{given.optimizer_class.__name__}, parameters_as_bucket_view={given.parameters_as_bucket_view}, "
-        f"overlap_with_ddp={given.overlap_with_ddp}, broadcast_dtype={given.broadcast_dtype}, "
-        f"elementwise={given.elementwise}, "
+        f"overlap_with_ddp={given.overlap_with_ddp}, elementwise={given.elementwise}, "
         f"{zero.shard.masters or 'no masters'}, {zero.shard.place_of_state or 'state beside parameters'}"
     )
     return [own_options, *facts_of(zero.param_groups, specs, partition, first)]

@@ -34,7 +34,7 @@ class Registered:
     Args:
         optimizer_class, defaults: the class of the local optimizer, and the options of its constructor.
         choice: the rule for owners, or the owners.
-        parameters_as_bucket_view, overlap_with_ddp, broadcast_dtype, elementwise: as the constructor's.
+        parameters_as_bucket_view, overlap_with_ddp, elementwise: as the constructor's.
 
     Attributes:
         given: for each group the options that the user gave, without its parameters.
@@ -46,7 +46,6 @@ class Registered:
     choice: Choice
     parameters_as_bucket_view: bool
     overlap_with_ddp: bool
-    broadcast_dtype: torch.dtype | None
     elementwise: bool | None
     given: list[ParamGroup] = field(default_factory=list)
     listed: list[list[int]] = field(default_factory=list)

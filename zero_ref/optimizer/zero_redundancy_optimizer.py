@@ -82,9 +82,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         elementwise: for a class that is not one of torch's own, whether it updates each element by itself,
             so that a partition may cut its parameters; False keeps them whole. None raises if the partition
             cuts. torch's own classes are known, whatever it says.
-        broadcast_dtype: send new parameters in this dtype, such as torch.bfloat16, to halve the bytes sent.
-            The owner keeps its unrounded values and other ranks get rounded ones, so ranks no longer hold
-            equal values. With torch.float16, a step waits for the GPU to check for values beyond 65504.
         master_dtype: torch.float32 for parameters of 16 bits: each owner keeps a copy of its slices in this
             dtype, the local optimizer steps the copy, and the new values are rounded into the parameters.
             Larger parameters have no copy. State dicts have the copies under the key "master_weight".
@@ -128,6 +125,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     _opt_called: bool  # learning-rate schedulers set and read it
 
+    broadcast_dtype: torch.dtype | None = None
+    """A dtype in which `step` sends new parameters; None for their own. `OSS` sets it."""
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -138,7 +138,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         *,
         partition: Choice = "sorted_greedy",
         elementwise: bool | None = None,
-        broadcast_dtype: torch.dtype | None = None,
         master_dtype: torch.dtype | None = None,
         rounding: str = "nearest",
         rounding_seed: int = 0,
@@ -157,7 +156,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             partition,
             parameters_as_bucket_view,
             overlap_with_ddp,
-            broadcast_dtype,
             elementwise,
         )
         self.whole = WholeState(self)
@@ -223,8 +221,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this rank's shard, then send every shard to all ranks.
 
-        Returns with the same new parameters on all ranks; with `broadcast_dtype`, other ranks than the owner
-        have rounded values.
+        Returns with the same new parameters on all ranks.
 
         Args:
             closure: re-evaluates the model and returns the loss; the local optimizer calls it.
@@ -233,11 +230,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             The result of the local optimizer's `step`: the closure's loss, or None.
         Raises:
             RuntimeError: another rank stopped, or makes other calls; says for which call this rank waited.
-                A value is too large for `broadcast_dtype`, or gradients that only their owners have were
-                changed other than by `zero_ref.clip_grad_norm_`; names the parameter, on all ranks. The local
-                optimizer of another rank raised: groups of up to 8 ranks on the CPU raise in the same step,
-                others at the next comparison. Then all ranks refuse to step and to save until a state is
-                loaded.
+                Gradients that only their owners have were changed other than by `zero_ref.clip_grad_norm_`;
+                names the parameter, on all ranks. The local optimizer of another rank raised: groups of up to
+                8 ranks on the CPU raise in the same step, others at the next comparison. Then all ranks
+                refuse to step and to save until a state is loaded.
             ValueError: options, or values that the local optimizer keeps for all parameters, differ between
                 ranks. They are compared before updates 1, 2, 4, 8, ..., and in every other agreement; before
                 every update if `ShardedDataParallel` has `replicas`.
@@ -276,7 +272,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Let the network receive new parameters while this rank computes, unless a closure still needs the
         # old ones, or they arrive in another dtype.
         expected: Sequence[PendingCall | None] = ()
-        if closure is None and self.registered.broadcast_dtype is None:
+        if closure is None and self.broadcast_dtype is None:
             expected = self.collectives.expect(self.built.messages)
 
         # 2. Take the gradients of what this rank owns, and step the local optimizer on it.
@@ -314,10 +310,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def exchange(self, expected: Sequence[PendingCall | None]) -> None:
         """Send what this rank owns, receive the rest, and learn which ranks could not step."""
-        dtype = self.registered.broadcast_dtype
+        dtype = self.broadcast_dtype
         works = start_broadcasts(self.collectives, self.built.messages, dtype, expected)
-        # With ShardedDataParallel, its next forward may wait for the parameters instead of this step.
-        if self.arriving is not None:
+        # With ShardedDataParallel, its next forward may wait for the parameters instead of this step. Rounded
+        # values are looked at when they have arrived, so for those this step waits.
+        if self.arriving is not None and dtype is None:
             self.arriving.begin(self.built.messages, works, self.built.params, self._have_arrived)
             return
         try:

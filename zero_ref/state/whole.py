@@ -57,14 +57,13 @@ class Accord(Protocol):
 class Registered(Protocol):
     """The part of the user's arguments that decides what an unsharded optimizer would be."""
 
-    @property
-    def broadcast_dtype(self) -> torch.dtype | None: ...
     def unsharded(self, params_of_groups: Sequence[list[torch.Tensor]]) -> Optimizer: ...
 
 
 class Zero(Protocol):
     """The part of a `ZeroRedundancyOptimizer` that this module uses."""
 
+    broadcast_dtype: torch.dtype | None
     built: Built
     collectives: Collectives
     param_groups: list[ParamGroup]
@@ -241,4 +240,4 @@ class WholeState:
         replace_options(optim.param_groups, zero.param_groups)
         self.note_change()
         # Ranks other than the owner may have rounded values, which are not compared.
-        zero.accord.note_loaded(len(zero.built.params) if zero.registered.broadcast_dtype else 0)
+        zero.accord.note_loaded(len(zero.built.params) if zero.broadcast_dtype else 0)
