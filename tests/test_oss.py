@@ -153,17 +153,6 @@ def test_groups_that_are_added_go_on_with_the_same_rule(sizes: Sizes, world_size
     assert virtual.run(on_rank, world_size, timeout=20) == [greedily(sizes, world_size)] * world_size
 
 
-def test_groups_added_after_explicit_lists_follow_the_default() -> None:
-    def on_rank(comm: Collectives) -> list[list[int]]:
-        params = parameters([(4, True), (1, True), (1, True), (5, True)])
-        optimizer = OSS(params[:2], group=comm, partition=[[1], [0]])
-        optimizer.add_param_group({"params": params[2:]})  # explicit lists say nothing of these: the default
-        return owned_by(optimizer, params)
-
-    # 1 against 4 elements: the largest first, 5 to rank 0, then 1 to rank 1.
-    assert virtual.run(on_rank, 2, timeout=20) == [[[1, 3], [0, 2]]] * 2
-
-
 def test_buckets_hold_each_ranks_trained_parameters() -> None:
     def on_rank(comm: Collectives) -> None:
         params = parameters([(6, True), (9, False), (4, True), (2, True)])
