@@ -90,6 +90,16 @@ def test_what_a_token_touches_in_a_block_of_gpt2() -> None:
     assert touched_by_token(GPT, EAGER) == (forward, backward)
 
 
+def test_the_head_touches_logits_and_is_never_computed_again() -> None:
+    kept, full = (kernels(LLAMA, 1, 32, way) for way in ("none", "full"))
+    of_blocks = 32 * 3 * touched_by_token(LLAMA, EAGER).forward
+    assert kept.forward.touched_bytes == of_blocks + 32 * 1000 * 18
+    head = Product(32, 64, 1000)
+    for found in (kept, full):
+        (of_head,) = (one for one in found.backward.products if one[:3] == head[:3])
+        assert of_head.times == 2
+
+
 @pytest.mark.parametrize(
     ("architecture", "last"), [(LLAMA, 64 * 160), (replace(GPT, dropout=False), 64 * 256)]
 )

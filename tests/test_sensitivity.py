@@ -130,6 +130,10 @@ def test_what_helps_most_is_what_the_time_goes_into() -> None:
     assert stepping.improved_ms["bandwidth between nodes"] == stepping.iteration_ms, "there is one node"
 
 
+def test_nothing_helps_where_nothing_takes_time() -> None:
+    assert what_if(make("ddp", Setting(PLAIN, 1)), PLAIN, Workload(0, step_bytes=0)).best is None
+
+
 @pytest.mark.parametrize(
     ("factor", "scale", "answer"),
     [
