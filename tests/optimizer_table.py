@@ -54,10 +54,6 @@ TOGETHER = (
     "It computes something from all parameters together: in one process too, an optimizer for each parameter "
     "gives other values than one for all."
 )
-WHY = {
-    "OrthoGrad": "A dot product rounds otherwise where a tensor in a bucket begins at another alignment.",
-}
-"""Why the verdict on whole parameters is "different", where no run tells."""
 
 
 # ------------------------------------------------------------------------------------------------ the classes
@@ -124,11 +120,14 @@ NEEDS: dict[str, dict[str, Any]] = {
     "pytorch_optimizer.AliG": {"closure": True},
     "pytorch_optimizer.BSAM": {"closure": True, "options": {"num_data": 100}},
     "pytorch_optimizer.DistributedMuon": {"use_muon": True},
-    "pytorch_optimizer.Kron": {"shapes": [(24, 16), (8, 8), (64,)]},  # takes minutes for larger ones
+    "pytorch_optimizer.Kron": {
+        "shapes": [(24, 16), (8, 8), (64,)]
+    },  # takes minutes for larger ones, as Shampoo does
     "pytorch_optimizer.Muon": {"use_muon": True},
     "pytorch_optimizer.MuonClip": {"use_muon": True},
     "pytorch_optimizer.NorMuon": {"use_muon": True},
     "pytorch_optimizer.Ranger21": {"options": {"num_iterations": 100}},
+    "pytorch_optimizer.Shampoo": {"shapes": [(24, 16), (8, 8), (64,)]},
     "pytorch_optimizer.SophiaH": {"graph": True},
     "pytorch_optimizer.SpectralSphere": {"shapes": MATRICES},
     "pytorch_optimizer.TRAC": {"options": {"s_prev": 0.1}},  # else it moves nothing in 10 updates
@@ -343,7 +342,7 @@ def row_of(case: Case) -> Row:
         row.checkpoint = dict(_handed_on(case, expected))
     if any(one.startswith("different") for one in row.on_whole_parameters):
         apart = verdict(lambda: [_train_apart(case)], expected)
-        row.why = WHY.get(case.name) or (RANDOM if random else "" if apart == "equal" else TOGETHER)
+        row.why = RANDOM if random else "" if apart == "equal" else TOGETHER
     return row
 
 
