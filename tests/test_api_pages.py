@@ -66,7 +66,6 @@ NOT_FOR_READERS = {
     "zero_ref.lab.compare": {"ProgressFile"},
     "zero_ref.lab.outcome": {"as_json", "environment"},
     "zero_ref.lab.dry_run": {"TrainScenario", "print_prediction"},
-    "zero_ref.lab.logs": {"JsonLines", "Log", "Plain", "RunLog", "TensorBoard"},
     "zero_ref.lab.settings": {"as_toml", "read_settings", "settings_of"},
     "zero_ref.lab.simulated_checkpoints": {"passages", "checkpoints_as_json", "print_checkpoints"},
     "zero_ref.lab.simulated": {
@@ -89,12 +88,12 @@ NOT_FOR_READERS = {
         "main",
         "make_parser",
         "Prepared",
+        "print_now_and_then",
     },
     "zero_ref.lab.checkpoints": {
         *("Checkpoints", "Losses", "ShardedSaves", "WholeFile", "check_notes", "checkpoints_for"),
-        *("in_words", "read_checkpoint", "repeated_steps", "stretches_in"),
+        "read_checkpoint",
     },
-    "zero_ref.lab.elastic": {"as_elastic_rank", "complaint", "time_out"},
 }
 """Names that modules share with each other: public among them, and of no use to a reader."""
 

@@ -77,7 +77,6 @@ def test_without_any_extra_all_but_the_lab_and_the_doctor_can_be_imported() -> N
     needs_lab = {module for module, _ in failed}
     for module in (
         "zero_ref.lab.config",
-        "zero_ref.lab.logs",
         "zero_ref.lab.searched",
         "zero_ref.lab.settings",
         "zero_ref.lab.simulated",

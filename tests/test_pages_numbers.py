@@ -15,15 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-)
 
 from benchmarks.gpu.step import BYTES_OF_STEP
 from benchmarks.published import published
 from zero_ref import cli
-from zero_ref.lab import elastic
 from zero_ref.lab.compare import CYCLE, ROW_NAMES
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.outcome import predict
@@ -301,16 +296,6 @@ def test_running_says_the_exit_code_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -
         cli.main(["plan", "--model", "gpt2", "--ranks", "2"]),
         "`130` for Ctrl-C" in text_of("book/running.md"),
     ) == (130, True)
-
-
-def test_running_says_when_a_rank_is_given_up_and_when_torchrun_would() -> None:
-    said = text_of("book/running.md")
-    assert (elastic.RUNS_FROM_ONE_SAVE, "ranks are lost three times without a save" in said) == (3, True)
-    assert (RendezvousTimeout().last_call.seconds, "has come (otherwise 30 s)" in said) == (30, True)
-    alive = signature(DynamicRendezvousHandler.from_backend).parameters
-    attempts, seconds = (alive[f"keep_alive_{name}"].default for name in ("max_attempt", "interval"))
-    assert (attempts, attempts * seconds, "(otherwise 3 in 15 s)" in said) == (3, 15, True)
-    assert (elastic.LOST_SECONDS / 60, "a collective gives up after 5 minutes" in said) == (5, True)
 
 
 @pytest.mark.parametrize("page", ["course", "explorers", "glossary", "running"])

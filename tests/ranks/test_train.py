@@ -703,53 +703,6 @@ def test_a_wrong_prediction_fails_a_rank_of_torchrun_too(
     assert "ddp: collectives predicted 0, measured 1" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
-def test_one_file_of_settings_and_one_log_serve_torchrun_and_then_zero_ref(tmp_path: Path) -> None:
-    settings, logs, model = tmp_path / "run.toml", tmp_path / "logs", tmp_path / "run.pt"
-    sizes = zip(small_arguments()[::2], small_arguments()[1::2], strict=True)
-    lines = [f"{option.removeprefix('--')} = {value}" for option, value in sizes]
-    lines += ['strategy = "zero-even"', 'log-to = ["json", "tensorboard"]', f'log-dir = "{logs}"']
-    settings.write_text("\n".join([*lines, f'checkpoint = "{model}"']))
-    words = ["--config", str(settings), "--steps"]
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "zero_ref.lab.train",
-    ]
-    zero_ref = ["-m", "zero_ref.cli", "train", "--ranks", "2"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ZERO_REF_DEVICE": "cpu"}
-    for command in ([*torchrun, *words, "4"], [*zero_ref, *words, "6", "--resume"]):
-        done = subprocess.run(
-            [sys.executable, *command],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env=environ,
-            cwd=Path(__file__).parents[2],
-        )
-        assert done.returncode == 0, done.stderr
-        assert "training loss" not in done.stderr, "no plain lines were asked for"
-    told = [json.loads(line) for line in (logs / "zero-even.jsonl").read_text().splitlines()]
-    events = [(line["event"], line.get("step")) for line in told]
-    before, after = ([("step", step) for step in steps] for steps in ((1, 2, 3, 4), (5, 6)))
-    assert events == [("settings", None), *before, ("settings", None), *after, ("outcome", None)]
-    assert told[-1]["final_loss"] == final_loss(replace(SMALL, strategy="zero-even"), 2)
-    assert [line["learning_rate"] for line in told if line["event"] == "step"] == pytest.approx(
-        [2e-3 * step / 20 for step in range(1, 7)]
-    )
-    assert len(list((logs / "zero-even").glob("events.out.tfevents.*"))) == 2
-
-
-def test_plain_lines_take_the_place_of_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--ranks", "1", *small_arguments(), "--log-to", "plain"]) == 0
-    said = capsys.readouterr()
-    assert re.fullmatch(r"step 1: training loss 5\.\d{3}\n", said.err)
-    assert "━" not in said.out
-
-
 def test_a_quiet_console_shows_nothing_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[object] = []
     monkeypatch.setattr("IPython.display.display", shown.append)

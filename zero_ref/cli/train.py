@@ -17,7 +17,6 @@ from zero_ref.lab.config import (
     config_for,
     strategies_of,
 )
-from zero_ref.lab.logs import Logs
 from zero_ref.lab.settings import as_toml, settings_of
 from zero_ref.lab.simulated import cluster_named
 from zero_ref.simulator.recipe import RECIPES
@@ -41,12 +40,9 @@ def run_train(arguments: argparse.Namespace) -> int:
     try:
         strategies = strategies_of(arguments)
         config = training_config(arguments, strategies)
-        logs, cluster = Logs.from_arguments(arguments, default=[]), cluster_named(arguments.cluster)
-        logs.check(strategies)
+        cluster = cluster_named(arguments.cluster)
     except ValueError as error:
         raise CommandError(str(error)) from None
-    except ModuleNotFoundError as error:
-        raise CommandError(str(error), code=1) from None
     if arguments.show_config:
         print(as_toml(settings_of(arguments)))
         return 0
@@ -56,7 +52,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         return 0
     compare, measured = need("zero_ref.lab.compare"), need("zero_ref.lab.outcome")
     try:
-        runs = compare.compare(strategies, config, arguments.ranks, console, logs)
+        runs = compare.compare(strategies, config, arguments.ranks, console)
     except need("zero_ref.lab.ranks").RankError as error:
         raise CommandError(str(error), code=1) from None
     except need("zero_ref.lab.checkpoints").NothingLeftError as nothing:
@@ -72,9 +68,6 @@ def run_train(arguments: argparse.Namespace) -> int:
             "against the others; gradients, calls and payload are what it did.",
             soft_wrap=True,
         )
-    for outcome in outcomes:
-        if outcome.ran:
-            console.print(f"\n{need('zero_ref.lab.checkpoints').in_words(outcome.ran)}", soft_wrap=True)
     if arguments.json:
         placement = need("zero_ref.lab.ranks").place_ranks(arguments.ranks)
         text = json_text(measured.as_json(outcomes, config, placement))

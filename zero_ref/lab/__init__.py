@@ -5,10 +5,8 @@
 - `meter`, `tensor_peak`, `rpc_meter`, `recorder`, `drift`: what really happened: calls, bytes, memory, when,
   and how far ranks came apart;
 - `config`, `model`, `strategies`, `stage_3`: a small GPT, and the strategies to train it under;
-- `train`, `outcome`, `elastic`, `checkpoints`: the training job, what it took beside its prediction, and how
-  it goes on when a rank is lost;
-- `settings`, `logs`, `dry_run`, `commands`: its options in a file, its logs, its prediction alone, and how to
-  type it;
+- `train`, `outcome`, `checkpoints`: the training job, what it took beside its prediction, and its saves;
+- `settings`, `dry_run`, `commands`: its options in a file, its prediction alone, and how to type it;
 - `compare`, `demo`, `report`: strategies side by side;
 - `simulated`, `simulated_checkpoints`, `searched`: what the simulator says, as a table and as JSON;
 - `own`: the reader's own optimizer, loaded from its file and trained;

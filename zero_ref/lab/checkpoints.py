@@ -1,19 +1,14 @@
 """The checkpoints from which the main job goes on: one whole file, or sharded saves in a directory.
 
-`Checkpoints` does nothing, `WholeFile` and `ShardedSaves` load and save; `checkpoints_for` chooses. In a
-directory of saves rank 0 also keeps `steps.jsonl`, a line for each step that was trained. A step that was
-trained again after a rank was lost has several lines, of which the last counts, since it belongs to what the
-newest save holds: `stretches` and `counted` tell which steps ran on how many ranks.
+`Checkpoints` does nothing, `WholeFile` and `ShardedSaves` load and save; `checkpoints_for` chooses.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,16 +16,12 @@ import torch.distributed as dist
 from zero_ref.comm.agreement import agree
 from zero_ref.comm.backend import as_collectives
 from zero_ref.files.durable import make_directory, replacing
-from zero_ref.files.saves import DamagedError, saves_in
-from zero_ref.files.shard_files import read_tables
 from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.lab import stage_3
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.model import GPT
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.owned import MASTER
-
-STEPS = "steps.jsonl"
 
 
 class NothingLeftError(Exception):
@@ -71,9 +62,6 @@ class Checkpoints:
         Collective: all ranks. What one rank cannot read is an error on all.
         """
         return 0, Losses()
-
-    def reached(self, step: int) -> None:
-        """Note that so many steps are done. Nothing is sent."""
 
     def save(self, step: int, losses: Losses) -> None:
         """Save model and optimizer after so many steps.
@@ -208,31 +196,20 @@ class ShardedSaves(Checkpoints):
         self.directory = Path(str(config.checkpoint_dir))
 
     def load(self) -> tuple[int, Losses]:
-        """As in `Checkpoints`, from the newest intact save; from the beginning if `elastic` finds none.
+        """As in `Checkpoints`, from the newest intact save; from the beginning if there is none.
 
         Raises:
             NothingLeftError: it holds as many steps as were asked for.
-            FileNotFoundError: there is none, and the run is not elastic.
             ValueError: it is of another model, dtype or seed, or of more steps, or all are damaged.
         """
-        if not self.config.goes_on:
+        if not self.config.resume:
             return 0, Losses()
         try:
             notes = load_sharded(self.optimizer, self.directory)
         except FileNotFoundError:
-            if not self.config.elastic:
-                raise
             return 0, Losses()
         check_notes(self.config, notes)
         return int(notes["step"]), Losses(notes["losses"])
-
-    def reached(self, step: int) -> None:
-        """Add a line to `steps.jsonl`. It is for reports alone, so a full disk is left to the next save."""
-        if self.optimizer.rank == 0:
-            with contextlib.suppress(OSError):
-                make_directory(self.directory)
-                with open(self.directory / STEPS, "a", encoding="utf-8") as file:
-                    file.write(json.dumps({"step": step, "ranks": self.optimizer.world_size}) + "\n")
 
     def save(self, step: int, losses: Losses) -> None:
         """As in `Checkpoints`."""
@@ -275,87 +252,3 @@ def check_notes(config: TrainConfig, notes: dict[str, Any]) -> None:
             f"the save in {directory} was trained for {done} steps; {steps} were asked for. Steps count from "
             f"the beginning: ask for {done + 2} or more, since DDP builds its buckets in the first."
         )
-
-
-def newest_step(directory: str | Path) -> int:
-    """The number of steps in the newest save whose tables are intact; 0 without one. Reads no tensors."""
-    for save in reversed(saves_in(Path(directory))):
-        if save.is_complete:
-            with contextlib.suppress(DamagedError):
-                return int(read_tables(save)[0]["contents"]["notes"]["step"])
-    return 0
-
-
-# --------------------------------------------------------------------------------- which steps ran, and where
-
-
-class Stretch(NamedTuple):
-    """Steps trained one after another: `done` of them were done before, and `until` after."""
-
-    ranks: int
-    done: int
-    until: int
-
-
-def stretches_in(lines: Iterable[str]) -> list[Stretch]:
-    """The stretches in the lines of `steps.jsonl`, in the order of the training. A cut line is left out.
-
-    >>> stretches_in(['{"step": 1, "ranks": 4}', '{"step": 2, "ranks": 4}', '{"step": 2, "ranks": 3}', '{"'])
-    [Stretch(ranks=4, done=0, until=2), Stretch(ranks=3, done=1, until=2)]
-    """
-    found: list[Stretch] = []
-    for line in lines:
-        try:
-            entry = json.loads(line)
-            step, ranks = int(entry["step"]), int(entry["ranks"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        if found and (found[-1].ranks, found[-1].until) == (ranks, step - 1):
-            found[-1] = found[-1]._replace(until=step)
-        else:
-            found.append(Stretch(ranks, step - 1, step))
-    return found
-
-
-def stretches(directory: str | Path) -> list[Stretch]:
-    """The stretches that were trained in a directory, repeated steps included; empty if there are none."""
-    try:
-        with open(Path(directory, STEPS), encoding="utf-8", errors="replace") as file:
-            return stretches_in(file)
-    except OSError:
-        return []
-
-
-def counted(ran: Sequence[Stretch]) -> list[Stretch]:
-    """Each step once: where steps were repeated, the last time counts.
-
-    >>> counted([Stretch(4, 0, 37), Stretch(3, 30, 50)])
-    [Stretch(ranks=4, done=0, until=30), Stretch(ranks=3, done=30, until=50)]
-    """
-    kept: list[Stretch] = []
-    for stretch in ran:
-        kept = [one._replace(until=min(one.until, stretch.done)) for one in kept if one.done < stretch.done]
-        kept.append(stretch)
-    return kept
-
-
-def repeated_steps(ran: Sequence[Stretch]) -> int:
-    """The number of steps that were trained again.
-
-    >>> repeated_steps([Stretch(4, 0, 37), Stretch(3, 30, 50)])
-    7
-    """
-    return sum(one.until - one.done for one in ran) - sum(one.until - one.done for one in counted(ran))
-
-
-def in_words(ran: Sequence[Stretch]) -> str:
-    """One line: which steps count, and how many were repeated.
-
-    >>> in_words([Stretch(4, 0, 37), Stretch(3, 30, 50), Stretch(4, 50, 90)])
-    'steps 1 to 30 on 4 ranks, 31 to 50 on 3, 51 to 90 on 4; 7 steps were repeated'
-    """
-    kept = [f"{one.done + 1} to {one.until} on {one.ranks}" for one in counted(ran)]
-    kept[0] += " rank" if counted(ran)[0].ranks == 1 else " ranks"
-    again = repeated_steps(ran)
-    number = {0: "none was", 1: "1 step was"}.get(again, f"{again} steps were")
-    return f"steps {', '.join(kept)}; {number} repeated"

@@ -12,19 +12,17 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from zero_ref.lab import elastic, ranks
+from zero_ref.lab import ranks
 from zero_ref.lab.checkpoints import NothingLeftError
 from zero_ref.lab.config import TrainConfig
-from zero_ref.lab.logs import Logs, RunLog, StepDone
 from zero_ref.lab.meter import HeldBytes
 from zero_ref.lab.outcome import Measured, Outcome, Pair, outcome, predict
-from zero_ref.lab.train import train
+from zero_ref.lab.train import StepDone, train
 from zero_ref.simulator.recipe import LOCAL_SGD
 
 ROW_NAMES = {
@@ -52,43 +50,33 @@ def compare(
     config: TrainConfig,
     world_size: int,
     console: Console,
-    logs: Logs | None = None,
     timeout: float = 3600.0,
 ) -> list[StrategyRun]:
     """Train under each strategy in turn, from the same seed, on `world_size` ranks of this machine.
 
     Args:
         config: trained `under` each strategy.
-        console: shows a progress bar for each, unless it is quiet or the logs are plain lines.
-        logs: written by this process, while the ranks train.
+        console: shows a progress bar for each, unless it is quiet.
         timeout: seconds for each strategy.
     Raises:
         RankError: a rank failed.
         NothingLeftError: all steps are in `config.checkpoint_dir` already.
         ValueError: as `TrainConfig.under`, before the first strategy is run.
     """
-    runs, logs = [], logs or Logs()
+    runs = []
     for of_strategy in [config.under(strategy) for strategy in strategies]:
         plan = predict(of_strategy, world_size)  # before anything runs
-        log, title = logs.run(of_strategy.strategy), f"{of_strategy.title:<12}"
-        with _following(title, config.steps, console, log, bar="plain" not in logs.kinds) as report:
-            measured = _train_on_ranks(of_strategy, world_size, report, console, timeout)
-        if len(measured) != world_size:
-            plan = predict(of_strategy, len(measured))  # of the ranks that were left at the end
+        with _following(f"{of_strategy.title:<12}", config.steps, console) as report:
+            measured = _train_on_ranks(of_strategy, world_size, report, timeout)
         result = outcome(of_strategy, plan, measured)
-        log.finish(result.in_short())
         runs.append(StrategyRun(result, [rank.held for rank in measured]))
     return runs
 
 
 def _train_on_ranks(
-    config: TrainConfig, world_size: int, report: ProgressFile, console: Console, timeout: float
+    config: TrainConfig, world_size: int, report: ProgressFile, timeout: float
 ) -> list[Measured]:
     try:
-        if config.elastic:
-            return elastic.run(
-                train, world_size, config, report, say=partial(console.print, soft_wrap=True), timeout=timeout
-            )
         return ranks.run(train, world_size, config, report, timeout=timeout)
     except ranks.RankError as error:
         if isinstance(error.__cause__, NothingLeftError):
@@ -120,8 +108,8 @@ class ProgressFile:
 
 
 @contextlib.contextmanager
-def _following(name: str, steps: int, console: Console, log: RunLog, bar: bool) -> Iterator[ProgressFile]:
-    """A progress bar, unless plain lines take its place, and the logs, while the ranks train."""
+def _following(name: str, steps: int, console: Console) -> Iterator[ProgressFile]:
+    """Show a progress bar while the ranks train."""
     shown = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -129,16 +117,15 @@ def _following(name: str, steps: int, console: Console, log: RunLog, bar: bool) 
         TextColumn("loss {task.fields[loss]}"),
         TimeRemainingColumn(),
         console=console,
-        disable=not bar or console.quiet,  # in a notebook a quiet console shows an empty bar, again and again
+        disable=console.quiet,  # in a notebook a quiet console shows an empty bar, again and again
     )
-    with log, tempfile.TemporaryDirectory() as folder, shown:
+    with tempfile.TemporaryDirectory() as folder, shown:
         report = ProgressFile(os.path.join(folder, "progress"))
         task = shown.add_task(name, total=steps, loss="    -")
         ended = threading.Event()
 
         def follow() -> None:
             for done in report.read():
-                log.step(done)
                 shown.update(task, completed=done.step, loss=f"{done.loss:.3f}")
 
         def watch() -> None:

@@ -18,7 +18,6 @@ from zero_ref.lab._arguments import (
     ReplacedFile,
     add_options,
 )
-from zero_ref.lab.logs import KINDS
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.ledger import MIXED_ADAMW, format_bytes, itemsize_of, state_rule
 from zero_ref.simulator.operations import WAYS
@@ -111,10 +110,8 @@ class TrainConfig:
             local-sgd.
         checkpoint_dir: in its place a directory for sharded saves, made as often. Only under strategies that
             shard the state among all ranks by a ZeroRedundancyOptimizer.
-        resume: go on from `checkpoint`, or from the newest intact save in `checkpoint_dir`. Another strategy
-            and number of ranks may have written either.
-        elastic: go on from the newest intact save in `checkpoint_dir` if there is one, and with fewer ranks
-            where some are lost. `checkpoint_every` may then be left 0, for a tenth of the steps.
+        resume: go on from `checkpoint`, or from the newest intact save in `checkpoint_dir` if there is one.
+            Another strategy and number of ranks may have written either.
         own: the reader's file with the class `MyZero`, which is trained where `strategy` names the file.
     """
 
@@ -155,13 +152,9 @@ class TrainConfig:
         kind=OutputFolder,
     )] = field(default=None, kw_only=True)
     checkpoint_every: Annotated[int, Option(
-        "save on the way too (default: only when done; with --elastic after each tenth of the steps)",
-        metavar="STEPS", least=0, most=10**7,
+        "save on the way too (default: only when done)", metavar="STEPS", least=0, most=10**7,
     )] = 0
     resume: Annotated[bool, Option("go on from the checkpoint")] = False
-    elastic: Annotated[bool, Option(
-        "with --checkpoint-dir: when a rank is lost, the others go on from the newest save",
-    )] = field(default=False, kw_only=True)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -193,10 +186,6 @@ class TrainConfig:
             )
         if self.checkpoint and self.checkpoint_dir:
             raise ValueError("checkpoint and checkpoint_dir are two places for one state: leave one out.")
-        if self.elastic and not self.checkpoint_dir:
-            raise ValueError(
-                "elastic needs checkpoint_dir, a directory that all ranks see, to go on from what is saved."
-            )
         if self.checkpoint_dir:
             shard_saves(self.recipe)  # or say why it cannot
 
@@ -204,27 +193,14 @@ class TrainConfig:
         """Raise a ValueError if so many ranks cannot be divided into the groups that the config asks for."""
         self.recipe.group_of(world_size)
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether it begins with what is saved, if anything is."""
-        return self.resume or self.elastic
-
-    @property
-    def save_every(self) -> int:
-        """Steps between two saves; 0 for one at the end alone.
-
-        >>> TrainConfig(steps=200, checkpoint_dir="run7", elastic=True).save_every
-        20
-        """
-        return self.checkpoint_every or (max(1, self.steps // 10) if self.elastic else 0)
-
     def saves_after(self, step: int) -> bool:
         """Whether a save is due when so many steps are done, the last of all not among them.
 
         None is made when only one step is left: DDP builds its buckets in the first step of whoever goes on
         from there, so that no prediction would hold.
         """
-        return bool(self.save_every) and step % self.save_every == 0 and step + 2 <= self.steps
+        every = self.checkpoint_every
+        return bool(every) and step % every == 0 and step + 2 <= self.steps
 
     @property
     def recipe(self) -> Recipe:
@@ -373,10 +349,6 @@ def add_run_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add_options(parser, options_of(TrainConfig))
     add("--json", type=OutputFile, metavar="FILE", help="write what was predicted and measured here")
-    # Not `--log`: torchrun takes it for an ambiguous beginning of options of its own, wherever it stands.
-    kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
-    add("--log-to", action="append", choices=list(KINDS), help=f"{kinds}; may be given several times")
-    add("--log-dir", type=OutputFolder, metavar="FOLDER", help="for --log-to json and --log-to tensorboard")
     settings = "settings in TOML, or JSON, by the names of these options; the command line wins"
     add("--config", metavar="FILE", help=settings)
     add("--show-config", action="store_true", help="print the settings as --config reads them, and end")
@@ -449,16 +421,11 @@ def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
         raise ValueError(
             f"--resume: there is no file {args.checkpoint} yet; leave --resume out the first time."
         )
-    if args.checkpoint_dir and not args.elastic:
-        is_there = any(save.is_complete for save in saves_in(Path(args.checkpoint_dir)))
-        if is_there and not args.resume:
-            raise ValueError(
-                f"--checkpoint-dir {args.checkpoint_dir} has saves of a run: add --resume to go on from "
-                "the newest, or name another directory."
-            )
-        if args.resume and not is_there:
-            raise ValueError(
-                f"--resume: there is no complete save in {args.checkpoint_dir} yet; leave --resume out the "
-                "first time."
-            )
+    # A launcher starts the same command again, so --resume with a directory also begins a run.
+    begins_anew = args.checkpoint_dir and not args.resume
+    if begins_anew and any(save.is_complete for save in saves_in(Path(args.checkpoint_dir))):
+        raise ValueError(
+            f"--checkpoint-dir {args.checkpoint_dir} has saves of a run: add --resume to go on from "
+            "the newest, or name another directory."
+        )
     return from_options(TrainConfig, vars(args), strategy=strategy)

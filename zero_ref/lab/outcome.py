@@ -7,13 +7,12 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from zero_ref.lab import meter
-from zero_ref.lab.checkpoints import Stretch, stretches
 from zero_ref.lab.config import COMPARED, TrainConfig
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.placement import Placement
@@ -99,7 +98,6 @@ class Outcome:
         held_bytes: parameters, gradients and optimizer state together, on each rank.
         ledger_bytes: the same by `simulator.ledger.ledger`, on average over the ranks.
         loss_tolerance: relative, between this loss and that of DDP; None where another model is trained.
-        ran: of a directory of saves: which steps were trained on how many ranks, repeated ones too.
     """
 
     strategy: str
@@ -120,7 +118,6 @@ class Outcome:
     held_bytes: list[Pair]
     ledger_bytes: float
     loss_tolerance: float | None = 1e-6
-    ran: list[Stretch] = field(default_factory=list)
 
     QUANTITIES = (
         "state_bytes_max",
@@ -147,8 +144,7 @@ class Outcome:
     def as_json(self) -> dict[str, Any]:
         """Plain values, the pairs as {"predicted": ..., "measured": ...}."""
         pairs = {name: pair._asdict() for name, pair in self.pairs().items()}
-        held, ran = ([each._asdict() for each in several] for several in (self.held_bytes, self.ran))
-        return {**asdict(self), **pairs, "held_bytes": held, "ran": ran}
+        return {**asdict(self), **pairs, "held_bytes": [held._asdict() for held in self.held_bytes]}
 
 
 def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -> Outcome:
@@ -192,7 +188,6 @@ def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -
         ],
         ledger_bytes=_ledger_bytes(config, len(measured)),
         loss_tolerance=_loss_tolerance(config),
-        ran=stretches(config.checkpoint_dir) if config.checkpoint_dir else [],
     )
 
 

@@ -14,7 +14,6 @@ import contextlib
 import io
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,12 +21,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zero_ref.lab import elastic, meter, own
+from zero_ref.lab import meter, own
 from zero_ref.lab._arguments import Parser, complain, json_text, unwritable
-from zero_ref.lab.checkpoints import NothingLeftError, checkpoints_for, in_words
+from zero_ref.lab.checkpoints import NothingLeftError, checkpoints_for
 from zero_ref.lab.config import TrainConfig, add_run_arguments, check_memory, config_for, strategies_of
 from zero_ref.lab.dry_run import print_prediction
-from zero_ref.lab.logs import Logs, StepDone
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.outcome import Measured, Outcome, as_json, outcome, predict, problems
 from zero_ref.lab.placement import Placement, own_device, place_ranks, settle
@@ -37,6 +35,22 @@ from zero_ref.lab.simulated import cluster_named
 from zero_ref.lab.strategies import trainable
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
+
+EVERY = 20
+"""Steps from one line to the next under torchrun: as many lines as a cluster's log file can take."""
+
+
+class StepDone(NamedTuple):
+    """A step of training.
+
+    Args:
+        step: the number of steps done, those before a resumed checkpoint included.
+        loss: the loss on the passages of rank 0.
+    """
+
+    step: int
+    loss: float
+
 
 Progress = Callable[[StepDone], None]
 """Called after each step."""
@@ -77,10 +91,8 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
             calls += made.calls
         made.calls.clear()
         losses.add(loss)
-        checkpoints.reached(step + 1)
         if progress and rank == 0:
-            rate, ranks = learning_rate(config, step), dist.get_world_size()
-            progress(StepDone(step + 1, loss.item(), rate, step_ms[-1], ranks, time.time()))
+            progress(StepDone(step + 1, loss.item()))
         if config.saves_after(step + 1):
             checkpoints.save(step + 1, losses)
     if isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer.arriving is not None:
@@ -151,12 +163,11 @@ def _said_once() -> Iterator[None]:
 
 
 class Prepared(NamedTuple):
-    """The arguments, configurations, placement and logs that `_prepare` has checked."""
+    """The arguments, configurations and placement that `_prepare` has checked."""
 
     arguments: argparse.Namespace
     configs: list[TrainConfig]
     placement: Placement
-    logs: Logs
 
 
 def _prepare(arguments: argparse.Namespace) -> Prepared | int:
@@ -168,14 +179,10 @@ def _prepare(arguments: argparse.Namespace) -> Prepared | int:
     try:
         strategies = strategies_of(arguments)
         config = config_for(arguments, strategies, world_size)
-        logs, cluster = Logs.from_arguments(arguments, default=["plain"]), cluster_named(arguments.cluster)
-        if problem := elastic.complaint(config):
-            raise ValueError(problem)
+        cluster = cluster_named(arguments.cluster)
         # Rank 0 writes. If it cannot, it ends with an error, and torchrun ends the others.
         if is_first and (problem := unwritable(arguments)):
             raise ValueError(problem)
-        if is_first:
-            logs.check(strategies)
         if arguments.show_config or arguments.dry_run:
             if is_first and arguments.show_config:
                 print(as_toml(settings_of(arguments)))
@@ -189,26 +196,21 @@ def _prepare(arguments: argparse.Namespace) -> Prepared | int:
         complain(NAME, str(error))
         return 2
     except ModuleNotFoundError as error:
-        complain(NAME, str(error) if error.name == "tensorboard" else f"{error}: pip install 'zero_ref[lab]'")
+        complain(NAME, f"{error}: pip install 'zero_ref[lab]'")
         return 1
-    return Prepared(arguments, [config.under(strategy) for strategy in strategies], placement, logs)
+    return Prepared(arguments, [config.under(strategy) for strategy in strategies], placement)
 
 
 def _train_as_rank(prepared: Prepared) -> int:
     """Meet the other ranks, train under each strategy, print the outcome on rank 0; return the exit code."""
-    arguments, configs, placement, logs = prepared
+    arguments, configs, placement = prepared
     of_this_rank = placement.devices[int(os.environ["LOCAL_RANK"])]
     settle(of_this_rank, placement.is_default)
     if os.environ["RANK"] == "0":
         print(f"{placement.describe()}", file=sys.stderr, flush=True)
     try:
-        with elastic.as_elastic_rank(configs[0]):
-            dist.init_process_group(
-                placement.backend,
-                timeout=elastic.time_out(configs[0]),
-                device_id=own_device(placement.backend, of_this_rank),
-            )
-            outcomes = [found for config in configs if (found := _train_under(config, logs))]
+        dist.init_process_group(placement.backend, device_id=own_device(placement.backend, of_this_rank))
+        outcomes = [found for config in configs if (found := _train_under(config))]
     except NothingLeftError as nothing:
         if os.environ["RANK"] == "0":
             print(nothing, file=sys.stderr)
@@ -231,24 +233,23 @@ def _train_as_rank(prepared: Prepared) -> int:
     return 1 if wrong else 0
 
 
-def _train_under(config: TrainConfig, logs: Logs) -> Outcome | None:
+def _train_under(config: TrainConfig) -> Outcome | None:
     """Train, and print the outcome on rank 0, which returns it.
 
     Collective: all ranks of the default group.
     """
-    is_first, world_size = dist.get_rank() == 0, dist.get_world_size()
-    if is_first and config.elastic:
-        print(elastic.what_begins(config, world_size), file=sys.stderr, flush=True)
-    with logs.run(config.strategy) as log:
-        measured = meter.gather_from_ranks(train(config, log.step))
-        if not is_first:
-            return None
-        result = outcome(config, predict(config, world_size), measured)
-        log.finish(result.in_short())
-    if result.ran:
-        print(in_words(result.ran), file=sys.stderr)
+    measured = meter.gather_from_ranks(train(config, print_now_and_then))
+    if dist.get_rank() != 0:
+        return None
+    result = outcome(config, predict(config, dist.get_world_size()), measured)
     print(json_text(result.in_short()), flush=True)
     return result
+
+
+def print_now_and_then(done: StepDone) -> None:
+    """Print a line on standard error for the first step and each twentieth."""
+    if done.step == 1 or done.step % EVERY == 0:
+        print(f"step {done.step}: training loss {done.loss:.3f}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
