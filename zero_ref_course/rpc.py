@@ -1,4 +1,4 @@
-"""Chapter 18's graders: messages beside those of real workers, a local step, a table on several workers."""
+"""Chapter 18's graders: the messages of an iteration, a local step, a table on several workers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import nn
 
-from zero_ref.dropin.rpc_optimizer import DistributedOptimizer
-from zero_ref.lab import ranks, rpc_meter
+from zero_ref.lab import ranks
 from zero_ref_course import Answer, ExerciseFailed, call_text, exercise, shown
 from zero_ref_course._cases import Form, check_cases, is_number
 from zero_ref_course.predictions import prediction
@@ -24,32 +23,23 @@ from zero_ref_course.predictions import prediction
 
 WORKERS = 3
 PLACEMENTS = [list(owners) for count in (1, 2, 3, 4) for owners in product(range(WORKERS), repeat=count)]
-MEASURED = [[0, 1, 0], [1, 2], [0, 2, 2, 1]]
-"""The workers of the layers: the client's own layers around another's; the client without the first layer;
-a worker with two layers."""
 
 
-@exercise("rpc.messages", seconds=5.0, on_ranks=True)
+@exercise("rpc.messages")
 def messages(answer: Answer) -> str:
-    """Check the messages of an iteration: by the rules for all placements, by the meter for a few."""
+    """Check the messages of an iteration for all placements of one to four layers on three workers."""
     placements = PLACEMENTS + answer.drawn(lambda rng: rng.choices(range(6), k=rng.randint(5, 12)))
-    _check_count(answer, placements, list(map(_messages, placements)), "messages are sent")
-    measured = rpc_meter.run(_measure, WORKERS, MEASURED, timeout=60.0)[0]
-    _check_count(answer, MEASURED, measured, f"messages {WORKERS} real workers sent")
-    return f"{len(PLACEMENTS)} placements; {', '.join(map(str, measured))} on real workers"
-
-
-def _check_count(answer: Answer, placements: list[list[int]], rights: list[int], what: str) -> None:
     check_cases(
         answer,
         [(owners,) for owners in placements],
-        rights,
+        list(map(_messages, placements)),
         Form(is_number, "It must return a number of messages.").returned_by,
         otherwise=_mistake_in_count,
         said=lambda theirs, right, owners: (
-            f"{call_text(answer.name, owners)} returned {theirs}, and {right} {what}."
+            f"{call_text(answer.name, owners)} returned {theirs}, and {right} messages are sent."
         ),
     )
+    return f"{len(PLACEMENTS)} placements"
 
 
 def _messages(owners: Sequence[int]) -> int:
@@ -87,23 +77,6 @@ def _mistake_in_count(theirs: int, right: int, owners: Sequence[int]) -> str:
         ),
         12 * (len(owners) - 1): "Only layers on other workers than the client's, worker 0, are asked for.",
     }.get(theirs, "Add up forward, backward, step and the end of the context, each request with its reply.")
-
-
-def _measure(placements: Sequence[Sequence[int]]) -> list[int]:
-    """On worker 0: the messages that all workers send in one iteration of each placement."""
-    return [] if dist.get_rank() else [_count(owners) for owners in placements]
-
-
-def _count(owners: Sequence[int]) -> int:
-    rrefs = [rref for number, worker in enumerate(owners) for rref in _at(worker, _host, number)]
-    optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1)
-    with rpc_meter.counting() as sent, dist_autograd.context() as context_id:
-        x = torch.ones(2, WIDTH)
-        for number, worker in enumerate(owners):
-            x = _at(worker, _forward, number, x)
-        dist_autograd.backward(context_id, [x.square().sum()])  # type: ignore[attr-defined]
-        optimizer.step(context_id)
-    return sum(one.requests + one.replies for one in sent.values())
 
 
 # ----------------------------------------------------------------------------------------- the local step
@@ -266,11 +239,9 @@ def look_up(answer: Answer) -> str:
     for workers, ids in LOOK_UPS + answer.drawn(_drawn_ids):
         _check_on_paper(answer, workers, ids)
     ids = LOOK_UPS[6][1]
-    returned, sent = rpc_meter.run(_look_up_on_workers, WORKERS, answer, ids, timeout=60.0)[0]
+    returned = ranks.run(_look_up_on_workers, WORKERS, answer, ids, backend="gloo", rpc=True)[0]
     _check_looked_up(answer.name, WORKERS, ids, [], returned)
-    others = len({row % WORKERS for row in ids} - {0})
-    assert sent == 2 * others, f"{sent} messages were sent on real workers, and {2 * others} are enough."
-    return f"{len(LOOK_UPS)} look-ups on paper; {sent} messages of {WORKERS} real workers for {len(ids)} rows"
+    return f"{len(LOOK_UPS)} look-ups on paper; {len(ids)} rows from {WORKERS} real workers"
 
 
 def _check_on_paper(answer: Answer, workers: int, ids: list[int]) -> None:
@@ -358,16 +329,11 @@ def _check_looked_up(
     raise AssertionError(f"{call} returned the rows {numbers}. {why}")
 
 
-def _look_up_on_workers(answer: Answer, ids: list[int]) -> tuple[Any, int]:
-    """On worker 0: return the answer's value, and the number of messages that all workers sent meanwhile."""
+def _look_up_on_workers(answer: Answer, ids: list[int]) -> Any:
+    """On worker 0: return the answer's value."""
     _tables[:] = [_table(WORKERS, max(ids))[dist.get_rank()]]
     dist.barrier()
-    returned, messages = None, 0
-    if not dist.get_rank():
-        with rpc_meter.counting() as sent:
-            returned = answer(list(ids), WORKERS, _ask_worker)
-        messages = sum(one.requests + one.replies for one in sent.values())
-    return returned, messages
+    return None if dist.get_rank() else answer(list(ids), WORKERS, _ask_worker)
 
 
 def _ask_worker(worker: int, rows: list[int]) -> torch.Tensor:
@@ -392,11 +358,6 @@ def _new_layer(number: int) -> nn.Linear:
         for param in layer.parameters():
             param.copy_(torch.rand(param.shape, generator=generator) - 0.5)
     return layer
-
-
-def _host(number: int) -> list[Any]:
-    _layers[number] = _new_layer(number)
-    return [rpc.RRef(param) for param in _layers[number].parameters()]
 
 
 def _forward(number: int, x: torch.Tensor) -> torch.Tensor:

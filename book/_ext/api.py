@@ -168,7 +168,6 @@ CHAPTER_OF = {
     "zero_ref.lab.meter.timing": 5,
     "zero_ref.lab.simulated_checkpoints": 10,
     "zero_ref.lab.tensor_peak": 1,
-    "zero_ref.lab.rpc_meter": 18,
     "zero_ref.lab.recorder": 6,
     "zero_ref.lab.source": 4,
     "zero_ref.lab.drift": 17,

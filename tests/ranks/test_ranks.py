@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -565,6 +566,33 @@ def test_no_port_is_open_to_other_machines_and_none_for_ranks_to_find_each_other
     assert all(on_ranks), "Gloo listens"
     assert set().union(*on_ranks) <= loopback
     assert not listening_addresses(), "ranks find each other in a file"
+
+
+@only_linux
+def test_ranks_find_each_other_where_only_their_user_can_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    old_umask = os.umask(0)
+    try:
+        with Pool(2, "gloo") as pool:
+            assert pool.run(dist.get_rank) == [0, 1]
+            (folder,) = tmp_path.glob("zero_ref-ranks-*")
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            assert (folder / _worker.STORE).stat().st_size > 0
+    finally:
+        os.umask(old_umask)
+
+
+@only_linux
+def test_a_pool_whose_folder_was_cleared_away_is_replaced() -> None:
+    gloo(dist.get_rank, 2)
+    key = os.getpid(), ranks.place_ranks(2, "gloo"), False
+    pool = ranks._kept_pools[key]
+    Path(pool._folder.name, _worker.STORE).unlink()
+    assert not pool.usable
+    assert gloo(dist.get_rank, 2) == [0, 1]
+    assert pool.closed
 
 
 @only_linux

@@ -2,7 +2,7 @@
 
 - `ranks`: a function on real ranks, from a notebook cell too; `virtual`: on ranks that are threads;
 - `placement`: which backend and devices ranks use; `patience`: time-outs on a slow machine;
-- `meter`, `tensor_peak`, `rpc_meter`, `recorder`, `drift`: what really happened: calls, bytes, memory, when,
+- `meter`, `tensor_peak`, `recorder`, `drift`: what really happened: calls, bytes, memory, when,
   and how far ranks came apart;
 - `config`, `model`, `strategies`, `stage_3`: a small GPT, and the strategies to train it under;
 - `train`, `outcome`, `checkpoints`: the training job, what it took beside its prediction, and its saves;

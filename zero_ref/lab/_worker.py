@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from zero_ref.lab import _sockets
 from zero_ref.lab._failure import Failure
 from zero_ref.lab.placement import Placement, own_device, settle
 
@@ -214,7 +213,6 @@ def _load_call(packed_call: bytes, device: str | None) -> RankCall:
 
 
 def _join_group(seat: Seat, store: Store, timeout: timedelta) -> None:
-    before = _sockets.listening()
     dist.init_process_group(
         seat.backend,
         store=store,
@@ -223,7 +221,6 @@ def _join_group(seat: Seat, store: Store, timeout: timedelta) -> None:
         timeout=timeout,
         device_id=own_device(seat.backend, seat.device),
     )
-    _sockets.refuse_strangers(_sockets.listening() - before)
 
 
 def _pack_value(value: object) -> bytes:

@@ -6,7 +6,7 @@ chooses, and documents the variables ZERO_REF_DEVICE and ZERO_REF_BACKEND, with 
 The processes are started once per world size and kept, so that later calls take hundredths of a second.
 
 This file is what a caller uses. `_process.py` starts a rank and talks to it, `_worker.py` is what runs in it,
-`_failure.py` tells what went wrong, `_sockets.py` keeps other users out.
+`_failure.py` tells what went wrong.
 
 On Linux ranks are forked from a server process that has imported torch and done nothing else. Forked from the
 notebook itself they would deadlock now and then, on a lock that one of its threads held, and could not use
@@ -73,10 +73,7 @@ def run(
     at the top level, not lambdas. `fn` does not call rpc.init_rpc, and need not call rpc.shutdown.
 
     Ranks find each other in the temporary folder, on a local disk, where only the user can look. Gloo and RPC
-    talk over TCP on loopback. If another user of the machine connects there when a call begins, the call ends
-    (on Linux; elsewhere no rank can tell). Once the workers of a pool are connected, nobody else can connect
-    to them, and they unpickle messages from each other only. "On GPUs and several machines" in the book says
-    what remains.
+    listen on loopback, and trust whoever connects there: run them on a machine whose other users you trust.
 
     >>> def total(x: float) -> float:
     ...     mine = torch.tensor(x + dist.get_rank())
