@@ -99,6 +99,12 @@ def _host(way: str, saved: Saved) -> tuple[int, ...]:
     return load(way, saved, H100).host_bytes
 
 
+@pytest.mark.parametrize("way", list(SAVES))
+def test_where_the_device_is_the_processor_nothing_is_on_a_device_or_crosses_to_it(way: str) -> None:
+    passage = save(way, saved_of([2**20, 64], 4, ADAM, "float32"), LAPTOP)
+    assert (max(passage.device_bytes), passage.ms["host link"]) == (0, 0)
+
+
 # --------------------------------------------------------------------------------------------- machines
 
 

@@ -34,7 +34,7 @@ from zero_ref.live.step import AVERAGED, GATHERED
 from zero_ref.live.svg import MARGIN, Drawing
 from zero_ref.plan.choice import RULES
 from zero_ref.plan.partition import Partition
-from zero_ref.plan.rules import even, sorted_greedy
+from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, simulate
 from zero_ref.simulator.traffic import traffic
 from zero_ref.simulator.tree import Advice, Question
@@ -494,6 +494,16 @@ def test_a_largest_tensor_far_above_all_bars_does_not_flatten_them() -> None:
     assert number(bars(drawing)["rank 0"], "height") > 190 / 2
     assert not found(drawing, "line", **{"stroke-dasharray": LARGEST})
     assert "dashed: the mean, 100; far above: the largest tensor, 1k" in written(drawing)
+
+
+def test_few_ranks_are_named_and_of_many_their_places() -> None:
+    def names(partition: Partition) -> list[str]:
+        drawing = plots.loads(partition, fullest_first=True)
+        below = found(drawing, "text", fill=MUTED, **{"text-anchor": "middle"})
+        return ["".join(one.itertext()) for one in below]
+
+    assert names(from_lists([1, 2, 4], [[0], [1], [2]])) == ["2", "1", "0"]
+    assert names(sorted_greedy(range(64), 64)) == ["1", "16", "32", "48", "64"]
 
 
 def test_loads_beside_each_other_are_on_one_scale_with_their_means() -> None:
