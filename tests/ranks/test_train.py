@@ -597,7 +597,7 @@ def test_torchrun_s_ranks_are_placed_as_those_of_lab_ranks(
     used: list[torch.device] = []
     met: list[tuple[str, torch.device | None]] = []
 
-    def meet(backend: str, device_id: torch.device | None, timeout: object) -> None:
+    def meet(backend: str, device_id: torch.device | None) -> None:
         met.append((backend, device_id))
         raise InterruptedError
 
