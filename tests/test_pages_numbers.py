@@ -240,6 +240,14 @@ def of_a_parameter(**options: Any) -> list[float]:
     return [nbytes / scenario.numel for nbytes in held] + [scenario.workload_of("ddp").step_bytes]
 
 
+def test_running_says_how_many_parameters_of_a_mixture_a_token_goes_through() -> None:
+    scenario = Scenario(MODELS["qwen3-30b-a3b"], CLUSTERS["h100-ib"], 64, sequence=4096)
+    assert [round(numel / 1e9, 1) for numel in (scenario.numel, scenario.active)] == [30.5, 3.4]
+    assert "has 30.5 billion parameters, and a token goes through 3.4 billion of them" in text_of(
+        "book/running.md"
+    )
+
+
 def test_running_says_what_each_way_of_computing_changes() -> None:
     page = text_of("book/running.md")
     autocast = of_a_parameter(dtype="float32", autocast="bfloat16")
