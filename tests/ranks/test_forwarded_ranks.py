@@ -43,7 +43,8 @@ def each_partition(way: Any, optimizers: list[tuple[Any, dict[str, Any]]]) -> in
         *(
             Job(
                 way, reduction, optimizer_class=optimizer_class, options=options, loop=evaluating,
-                zero={"partition": partition, "parameters_as_bucket_view": as_view, "elementwise": True}, moves_at_once=False,
+                zero={"partition": partition, "parameters_as_bucket_view": as_view, "elementwise": True},
+                moves_at_once=False,
             )
             for optimizer_class, options in optimizers
             for reduction in (allreduce_hook, OWNERS)
