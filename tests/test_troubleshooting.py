@@ -143,6 +143,7 @@ def test_names_on_the_page_exist() -> None:
     options = set(inspect.signature(ZeroRedundancyOptimizer).parameters)
     options |= set(inspect.signature(DistributedDataParallel).parameters)
     options |= set(inspect.signature(zero_ref.ShardedDataParallel).parameters)
+    options |= set(inspect.signature(zero_ref.OSS).parameters)
     options |= set(inspect.signature(zero_ref.save_sharded).parameters)
     options |= set(inspect.signature(zero_ref.reduce_to_owners).parameters)
     # of consolidate_state_dict; of torch's collectives; of DDP, in newer torch
