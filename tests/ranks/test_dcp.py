@@ -143,7 +143,7 @@ def ours(
     **options: Any,
 ) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     model = Parts(channels_last)
-    options = {"partition": "even", **options}
+    options = {"partition": "even", "elementwise": True, **options}  # `Momentum` is none of torch's classes
     return model, ZeroRedundancyOptimizer(groups(model, turned, named), optimizer_class, **options)
 
 

@@ -132,14 +132,6 @@ def accumulating(pair: Pair, ddp: Any, optimizers: list[Any]) -> Iterator[None]:
         yield
 
 
-def adding_a_group(pair: Pair, ddp: Any, optimizers: list[Any]) -> Iterator[None]:
-    """The second optimizer begins without the last parameter."""
-    last = optimizers[1].param_groups[0]["params"][-1]
-    yield from as_usual(pair, ddp, optimizers)
-    optimizers[1].add_param_group({"params": [last], "lr": 0.03})
-    yield from as_usual(pair, ddp, optimizers)
-
-
 def clipping(pair: Pair, ddp: Any, optimizers: list[Any]) -> Iterator[None]:
     for number in range(STEPS):
         zero_grad(optimizers)
@@ -236,17 +228,13 @@ def every_mode() -> int:
         Pair(clipping_by_value, hook={"may_change": True}),
         Pair(with_a_scaler, hook={"scaled": True}),
         # The order of a sum of two does not matter.
-        *(
-            Pair(loop, hook={"by": "reduce"})
-            for loop in (as_usual, adding_a_group)
-            if dist.get_world_size() < 3
-        ),
+        *([Pair(as_usual, hook={"by": "reduce"})] if dist.get_world_size() < 3 else []),
     )
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_gradients_to_the_owners_of_two_optimizers_train_as_plain(world_size: int) -> None:
-    assert run(every_mode, world_size, timeout=120) == [17 if world_size < 3 else 15] * world_size
+    assert run(every_mode, world_size, timeout=120) == [15 if world_size < 3 else 14] * world_size
 
 
 def in_backward() -> int:
