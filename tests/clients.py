@@ -120,7 +120,8 @@ def on_rank(optimizer: str, result: str, script: str, *arguments: str) -> None:
             if optimizer == "plain":
                 made.append(optimizer_class(params, **options))
             else:
-                made.append(ours(params, optimizer_class, partition=optimizer, **options))
+                # Every class of these programs updates each element by itself; of a foreign one only its user knows.
+                made.append(ours(params, optimizer_class, partition=optimizer, elementwise=True, **options))
             had["start"] = [param.detach().clone() for param in params_of(made[0].param_groups)]
             return made[0]
 
