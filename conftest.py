@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Tests in subfolders import `training` and other modules of tests/ too.
+# Tests import `library` and the commands of tests/: see tests/library/README.md.
 sys.path.insert(0, str(Path(__file__).parent / "tests"))
 
 from surroundings import settle
 
-pytest_plugins = ["executed"]
+pytest_plugins = ["library.executed"]
 
 settle()  # now, not in a fixture: torch and matplotlib look at variables when they are imported
 
@@ -29,13 +29,21 @@ settings.register_profile(
 settings.load_profile("untimed")
 
 # pytest loads these by itself. To look into them for doctests it would import all under one name.
-collect_ignore = ["conftest.py", "tests/browser/conftest.py", "tests/ranks/conftest.py", "demo-out"]
+collect_ignore = ["conftest.py", "tests/browser/conftest.py", "demo-out"]
 
 
 def pytest_collection_finish() -> None:
     """Spare the garbage collector the half a million objects of all that is imported by now, and stays."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_rank_outlives_its_file() -> Iterator[None]:
+    """The tests on real ranks of a file share their processes, which end with it."""
+    yield
+    if "zero_ref.lab.ranks" in sys.modules:
+        sys.modules["zero_ref.lab.ranks"].shutdown()
 
 
 @pytest.fixture

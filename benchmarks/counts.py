@@ -23,7 +23,7 @@ from zero_ref.simulator.configuration import described, quantized
 from zero_ref.simulator.decoders import Decoder
 from zero_ref.simulator.layers import ParamShape
 
-KEPT = Path(__file__).parent.parent / "tests" / "configurations"
+KEPT = Path(__file__).parent.parent / "tests" / "simulator" / "configurations"
 """The configurations that the tests keep, as published, and the published numbers of parameters."""
 
 Model = GPT2 | Llama | Decoder

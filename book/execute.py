@@ -5,7 +5,7 @@
 jupyter-book would run them one after another. It does not run notebooks that are in its cache, so this fills
 the cache before it starts. The cache knows a notebook by its cells and not by the package that they import,
 so `make book` empties it first. In `make test` nbval has run the notebooks before, and none has to run twice:
-tests/executed.py has kept the outputs of their cells.
+tests/library/executed.py has kept the outputs of their cells.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.append(str(Path(__file__).resolve().parent / "_ext"))
 
 import streams  # book/_ext/streams.py
-from executed import kept  # tests/executed.py
+from library.executed import kept  # tests/library/executed.py
 
 CACHE = "_build/.jupyter_cache"  # where jupyter-book looks
 

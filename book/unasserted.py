@@ -13,11 +13,11 @@ A number is asserted if one of these holds:
   assert's names were made from. One with a unit or a ratio has to stand in the assert itself, in plain
   data under a name that the assert uses, or be given to a name that has the unit (`latency_us=10`). In
   the text of an exercise it may also stand in the stub, the solution or the grader.
-- On a page it stands in the page's test: tests/test_<page>.py, or a `test_<page>_...` in
-  tests/test_pages_numbers.py.
+- On a page it stands in the page's test: tests/book/test_<page>.py, or a `test_<page>_...` in
+  tests/book/test_pages_numbers.py.
 - A formula of numbers alone, with an equals sign, is computed: its sides have to be equal.
 - A number in the text of a link to the page of numbers stands on that page: so say what others published.
-  There, a row with an expression is evaluated by tests/test_numbers.py.
+  There, a row with an expression is evaluated by tests/book/test_numbers.py.
 - A paragraph that names `benchmarks/NOTES.md` may say what stands there: measured times, which no assert can
   hold.
 - The last resort is a comment in the same cell or page, `<!-- number: 29500, the reason -->`. These are
@@ -227,7 +227,7 @@ def of_notebook(path: Path) -> Iterator[Reading]:
 def of_page(path: Path) -> Reading:
     """Judge a page without cells against the page's own tests."""
     page = path.stem.lower()
-    own, shared = (ROOT / "tests" / f"test_{name}.py" for name in (page, "pages_numbers"))
+    own, shared = (ROOT / "tests" / "book" / f"test_{name}.py" for name in (page, "pages_numbers"))
     tree = ast.parse((own if own.exists() else shared).read_text(encoding="utf-8"))
     tests = (
         tree.body

@@ -9,9 +9,9 @@ divisor, a wait left out, a cut at a wrong place, one rank's view of what all mu
 before a call. It is killed if a test fails or does not end, and has survived if all pass; then a test is
 missing. Each selection of tests first runs on the copy as it is, where it has to pass.
 
-Add an entry to MUTANTS for each mistake that was made and found. `tests/test_core_mutants.py` asserts that
-each `old` text occurs once in its file, so a change of the core keeps the table right. (`tests/mutants.py` is
-about something else: what graders say of wrong solutions.)
+Add an entry to MUTANTS for each mistake that was made and found. `tests/optimizer/test_core_mutants.py`
+asserts that each `old` text occurs once in its file, so a change of the core keeps the table right.
+(`tests/mutants.py` is about something else: what graders say of wrong solutions.)
 """
 
 from __future__ import annotations
@@ -51,33 +51,33 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]
 
 
-PARTITION = ("tests/test_partition.py",)
-LAYOUT = ("tests/test_layout.py",)
-GRADIENT_PLANS = ("tests/test_gradient_plans.py",)
-MOVES = ("tests/test_moves.py",)
-AGREE = ("tests/test_collectives.py",)
-SHARES = ("tests/ranks/test_equal_shares.py", "-k", "every_way")
+PARTITION = ("tests/plan/test_partition.py",)
+LAYOUT = ("tests/plan/test_layout.py",)
+GRADIENT_PLANS = ("tests/plan/test_gradient_plans.py",)
+MOVES = ("tests/plan/test_moves.py",)
+AGREE = ("tests/comm/test_collectives.py",)
+SHARES = ("tests/comm/test_equal_shares.py", "-k", "every_way")
 CHECKPOINT = (
-    "tests/test_checkpoint.py",
+    "tests/state/test_checkpoint.py",
     "-k",
     "parcels or stepped_together or loads_again or by_name_in_whatever",
 )
-CLIP = ("tests/test_clip.py", "-k", "norms_of_3_4_and_12 or several_optimizers_raise")
-AVERAGING = ("tests/test_averaging.py",)
+CLIP = ("tests/clip/test_clip.py", "-k", "norms_of_3_4_and_12 or several_optimizers_raise")
+AVERAGING = ("tests/local_sgd/test_averaging.py",)
 LOCAL_SGD = (
-    "tests/ranks/test_local_sgd.py",
+    "tests/local_sgd/test_local_sgd.py",
     "-k",
     "equals_torch or virtual_ranks or was_stopped or differ or needs_no_call",
 )
-JOIN = ("tests/ranks/test_join.py", "-k", "that_have_data or drifted or two_groups or sparse")
-ROUNDING = ("tests/test_rounding.py",)
-ACCORD = ("tests/test_accord.py",)
-BUCKETS = ("tests/test_buckets.py",)
+JOIN = ("tests/optimizer/test_join.py", "-k", "that_have_data or drifted or two_groups or sparse")
+ROUNDING = ("tests/shard/test_rounding.py",)
+ACCORD = ("tests/optimizer/test_accord.py",)
+BUCKETS = ("tests/shard/test_buckets.py",)
 
 
 def faults(selection: str) -> tuple[str, ...]:
     """Some tests of what happens on real ranks when one of them fails."""
-    return ("tests/ranks/test_faults.py", "-k", selection)
+    return ("tests/comm/test_faults.py", "-k", selection)
 
 
 MUTANTS = [
@@ -172,7 +172,7 @@ MUTANTS = [
         "comm/agreement.py",
         "        except Exception as error:\n            facts = error\n",
         "        except Exception as error:\n            raise error\n",
-        ("tests/test_sharded_data_parallel.py", "-k", "rate_that_later_differs_between_groups"),
+        ("tests/backward/test_sharded_data_parallel.py", "-k", "rate_that_later_differs_between_groups"),
     ),
     Mutant(
         "one tag for the messages of all optimizers",
@@ -286,7 +286,7 @@ MUTANTS = [
         "optimizer/start_values.py",
         "frozen=True",
         "frozen=False",
-        (*ACCORD, "tests/test_optimizer.py", "-k", "start or values"),
+        (*ACCORD, "tests/optimizer/test_optimizer.py", "-k", "start or values"),
     ),
     # ------------------------------------------------------------------------------------------------- join
     Mutant(
@@ -330,7 +330,7 @@ MUTANTS = [
         "clip/grad_norm.py",
         "parts = zero.backward.gradients.parts or {}",
         "parts = {}",
-        ("tests/test_sharded_data_parallel.py", "tests/test_clip.py", "-k", "clip"),
+        ("tests/backward/test_sharded_data_parallel.py", "tests/clip/test_clip.py", "-k", "clip"),
     ),
     # ------------------------------------------------------------------------------------- backward and state
     Mutant(
@@ -345,7 +345,12 @@ MUTANTS = [
         "files/shard_files.py",
         "if hashlib.sha256(block).hexdigest() != expected:",
         "if not hashlib.sha256(block).hexdigest():",
-        ("tests/test_shard_files.py", "tests/test_sharded.py", "-k", "damage or flip or byte or bit"),
+        (
+            "tests/files/test_shard_files.py",
+            "tests/files/test_sharded.py",
+            "-k",
+            "damage or flip or byte or bit",
+        ),
     ),
     # -------------------------------------------------------------------------------------------- local SGD
     Mutant(

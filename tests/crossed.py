@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from crossed_loop import Passed, draw_block
-from crossed_options import OPERATIONS, OPTIONS, Trial, pairs_of
-from crossed_rank import KINDS, UnderDDP
+from library.crossed_loop import Passed, draw_block
+from library.crossed_options import OPERATIONS, OPTIONS, Trial, pairs_of
+from library.crossed_rank import KINDS, UnderDDP
 
 from zero_ref.lab import ranks, virtual
 

@@ -31,13 +31,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from library.training import OnMasters, Snapshot, assert_state_dicts_equal, snapshot, sum_in_rank_order
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import lr_scheduler
-from training import OnMasters, Snapshot, assert_state_dicts_equal, snapshot, sum_in_rank_order
 
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners

@@ -162,7 +162,7 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="zero_ref-test-") as scratch:
         os.environ["ZERO_REF_EXECUTED"] = (
-            scratch  # notebooks that were checked, for the book: tests/executed.py
+            scratch  # notebooks that were checked, for the book: tests/library/executed.py
         )
         outcomes = run_all(sys.argv[1])
     print(table(outcomes, time.monotonic() - began), flush=True)

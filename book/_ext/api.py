@@ -5,8 +5,8 @@ Ours are Markdown in small: `x` is code, and sections begin with a word and a co
 Here they become what autodoc takes, reStructuredText, with a link wherever code names something of the
 reference, and with a link to the chapter that teaches it.
 
-`CHAPTER_OF` is the table of the chapters that teach each name. tests/test_api_pages.py checks that the table,
-the pages and the package agree.
+`CHAPTER_OF` is the table of the chapters that teach each name. tests/book/test_api_pages.py checks that
+the table, the pages and the package agree.
 """
 
 from __future__ import annotations

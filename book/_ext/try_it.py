@@ -3,7 +3,8 @@
 A cell needs names from the cells above it: imports and results. This module finds them, so that a notebook
 need not repeat code: from the cell upwards, it takes each statement that gives a missing name, and from an
 import only the names that are needed. A cell above that can be edited itself is taken whole, as the reader
-left it. book/static/live/cells.js runs all that with `zero_ref.live.cell`, and so does tests/test_try_it.py.
+left it. book/static/live/cells.js runs all that with `zero_ref.live.cell`, and so does
+tests/book/test_try_it.py.
 """
 
 from __future__ import annotations

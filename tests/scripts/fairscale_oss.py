@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 fairscale_oss.py --epochs 3 --out run
     torchrun --nproc-per-node=2 fairscale_oss.py --epochs 5 --resume run/checkpoint.pt --out longer
 
-It knows nothing of zero_ref. tests/ranks/test_oss_ranks.py runs it with the import from zero_ref, and, where
+It knows nothing of zero_ref. tests/dropin/test_oss_ranks.py runs it with the import from zero_ref, and, where
 FairScale is installed, as it is.
 """
 

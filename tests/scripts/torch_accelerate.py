@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 torch_accelerate.py first
     torchrun --nproc-per-node=2 torch_accelerate.py second first/optimizer.pt
 
-It knows nothing of zero_ref. tests/ranks/test_clients_ranks.py runs it as it is, and with
+It knows nothing of zero_ref. tests/dropin/test_clients_ranks.py runs it as it is, and with
 the import from zero_ref.
 torch's class needs `device_placement=False`: `prepare` otherwise asks for a state_dict() that it refuses. It
 also refuses `save_state`, which calls state_dict() on all ranks; so the script saves by itself.

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 torch_lightning.py first
     torchrun --nproc-per-node=2 torch_lightning.py second first/epoch=0.ckpt
 
-It knows nothing of zero_ref. tests/ranks/test_clients_ranks.py runs it as it is, and with
+It knows nothing of zero_ref. tests/dropin/test_clients_ranks.py runs it as it is, and with
 the import from zero_ref.
 The scheduler is StepLR: torch's class has no `defaults` of Adam, which OneCycleLR asks for.
 """

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=2 torch_overlap.py --out run
 
-It knows nothing of zero_ref. tests/ranks/test_dropin.py runs it with the imports from zero_ref.
+It knows nothing of zero_ref. tests/dropin/test_dropin.py runs it with the imports from zero_ref.
 """
 
 import argparse

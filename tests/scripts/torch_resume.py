@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 torch_resume.py --batches 4 4 --out first.pt
     torchrun --nproc-per-node=2 torch_resume.py --batches 3 3 --resume first.pt --out second.pt
 
-It knows nothing of zero_ref. tests/ranks/test_dropin.py runs it as it is, and with
+It knows nothing of zero_ref. tests/dropin/test_dropin.py runs it as it is, and with
 the import from zero_ref.
 """
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# torch's own choice of kernels and order, which decide the last bits of a norm (tests/test_clip.py).
+# torch's own choice of kernels and order, which decide the last bits of a norm (tests/clip/test_clip.py).
 from torch.utils._foreach_utils import (
     _device_has_foreach_support,
     _group_tensors_by_device_and_dtype,

@@ -102,7 +102,8 @@ def sorted_greedy(
         ValueError: `world_size` is below 1, a size is negative, or `loads` has another length.
     Source:
         The packing rule of torch.distributed.optim.ZeroRedundancyOptimizer, equal to it parameter for
-        parameter (tests/test_partition.py). Largest-first packing: Graham, SIAM J. Appl. Math. 17 (1969).
+        parameter (tests/plan/test_partition.py). Largest-first packing: Graham, SIAM J. Appl. Math. 17
+        (1969).
     """
     specs = _specs(params)
     order = sorted(range(len(specs)), key=lambda i: (specs[i].group, -specs[i].numel))

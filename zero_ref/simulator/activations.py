@@ -4,8 +4,8 @@ ZeRO does not shard activations. They grow with the tokens that a rank computes 
 of ranks, so a rank that holds little of the model may still run out of memory.
 
 A GPT's are counted as published (Korthikanti et al., arXiv:2205.05198): dropout, biases, an MLP four times as
-wide. Those of other decoders are what autograd saves in a block of their kind (tests/test_activations.py). Of
-experts, each is given as many tokens as any other.
+wide. Those of other decoders are what autograd saves in a block of their kind
+(tests/simulator/test_activations.py). Of experts, each is given as many tokens as any other.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def activations(
         ValueError: `checkpointing`, `attention` or `norms` is unknown, or there is no sequence or no token.
     Source: Korthikanti et al. (arXiv:2205.05198), equation 1 and sections 4.3 and 5; torchtitan's
         torchtitan/distributed/activation_checkpoint.py for what its two keep. Equal to what autograd saves
-        (tests/test_activations.py).
+        (tests/simulator/test_activations.py).
     """
     check_name("checkpointing", checkpointing, CHECKPOINTING)
     check_name("attention", attention, ATTENTION)

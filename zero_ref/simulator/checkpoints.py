@@ -2,7 +2,7 @@
 
 A checkpoint holds the parameters and the optimizer's state. How many bytes a rank needs at once depends on
 the way: `SAVES` and `LOADS` name them. The figures of the ways that this package has are those that ranks
-need: tests/ranks/test_checkpoint_memory.py counts their tensors. Not counted are a few bytes with which ranks
+need: tests/state/test_checkpoint_memory.py counts their tensors. Not counted are a few bytes with which ranks
 agree, and what a new optimizer takes before it loads to compare its masters with the parameters: 9 bytes for
 each element of the largest part that it owns, one part after another.
 """

@@ -22,7 +22,8 @@ from zero_ref.simulator.towers import TOWERS
 FAMILIES: dict[str, Family] = {**DENSE, **MIXTURES}
 """The families that are known, by the `model_type` of their configurations, beside gpt2.
 
-Source: the modules of transformers 5.24 (tests/test_decoders.py builds each, and compares names and shapes).
+Source: the modules of transformers 5.24 (tests/simulator/test_decoders.py builds each, and compares names and
+shapes).
 """
 
 

@@ -235,5 +235,6 @@ DENSE |= {
 }
 """The dense families that are known, by the `model_type` of their configurations, beside gpt2.
 
-Source: the modules of transformers 5.24 (tests/test_decoders.py builds each, and compares names and shapes).
+Source: the modules of transformers 5.24 (tests/simulator/test_decoders.py builds each, and compares names and
+shapes).
 """

@@ -2,14 +2,15 @@
 
 The keys are the fields of `device.Device`, which says what they mean and in which units. A new GPU needs an
 entry in FIGURES, and nowhere else. A source is a public address or document, or begins with one of two words:
-"fitted" to published runs by tests/test_constants.py, or "supposed", where nobody has published the figure.
+"fitted" to published runs by tests/benchmarks/test_constants.py, or "supposed", where nobody has
+published the figure.
 """
 
 from typing import Any
 
 ALLOCATOR_SHARE = 0.1
 """What PyTorch's allocator reserves beside tensors, as a share of these. Fitted, to a hundredth, to the two
-runs of benchmarks/published_runs whose use is "fit memory": tests/test_scenario.py."""
+runs of benchmarks/published_runs whose use is "fit memory": tests/simulator/test_scenario.py."""
 
 LIBRARY_GB = 1.1
 """What a process holds outside of the allocator: CUDA's context with its kernels, 0.4, and a communicator,

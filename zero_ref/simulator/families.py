@@ -10,7 +10,7 @@ has no `.weight` behind it. A size is a sum of products of numbers and symbols. 
     x, c, m, s      experts; those that a token goes to; width of one; of the MLP that all tokens go through
 
 and those of SIZES, which says where a configuration has them. `configuration` reads one. To add a family, add
-it to `dense` or `mixtures`: tests/test_decoders.py builds it with transformers, and compares.
+it to `dense` or `mixtures`: tests/simulator/test_decoders.py builds it with transformers, and compares.
 """
 
 from __future__ import annotations

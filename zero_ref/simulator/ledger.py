@@ -206,8 +206,9 @@ STATE_RULES: dict[str, StateRule] = {
 """The elementwise optimizers of torch.optim, with the options that add state; and Muon for parameters that
 are `whole`, with AdamW for the others.
 
-Counted from torch's own optimizers after a step (tests/test_ledger.py). The scalars are float32 unless
-torch's default dtype is float64. For an optimizer of your own pass a `StateRule` wherever a name is taken.
+Counted from torch's own optimizers after a step (tests/simulator/test_ledger.py). The scalars are
+float32 unless torch's default dtype is float64. For an optimizer of your own pass a `StateRule` wherever a
+name is taken.
 """
 
 MIXED_ADAMW = StateRule(3, 4, itemsize=4)

@@ -57,7 +57,7 @@ def local_sgd(
     Raises:
         ValueError: the averaging does not fit so many ranks, or steps are none, negative, or leave some out.
     Source: post-local SGD (Lin et al., arXiv:1808.07217), as `zero_ref.local_sgd.optimizer` does it. torch's
-        own makes no agreement, and otherwise the same calls: tests/ranks/test_simulated_calls.py.
+        own makes no agreement, and otherwise the same calls: tests/simulator/test_simulated_calls.py.
     """
     averaging.check_fits(world_size)
     steps = averaging.steady if steps is None else steps

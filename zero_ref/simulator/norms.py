@@ -55,7 +55,7 @@ def kept_beside(
         itemsize: bytes of an element of the model's dtype.
         silu_by_hand: the SiLU of a gated MLP is x * sigmoid(x).
         exponentials: of scores, which a softmax by hand keeps beside its result: tokens of a sequence.
-    Source: what autograd saves in such operations (tests/test_norms.py).
+    Source: what autograd saves in such operations (tests/simulator/test_norms.py).
     """
     kept = []
     nbytes = beside_of_element(norms, itemsize)

@@ -43,8 +43,8 @@ CLUSTERS: dict[str, dict[str, Any]] = {
         "between": "InfiniBand, 400 Gb/s",
         "disk_gb_per_s": 10,
         "source": "NVIDIA H100 SXM data sheet: 989 TFLOPS dense bf16, 80 GB, 3.35 TB/s, NVLink 900 GB/s "
-        "both ways together; DGX H100: 400 Gb/s InfiniBand for each GPU. Shares: tests/test_constants.py; "
-        "latencies: NCCL, src/graph/tuning.cc.",
+        "both ways together; DGX H100: 400 Gb/s InfiniBand for each GPU. "
+        "Shares: tests/benchmarks/test_constants.py; latencies: NCCL, src/graph/tuning.cc.",
     },
     "h100-96-ib": {
         "device": "H100 96 GB",
@@ -63,7 +63,7 @@ CLUSTERS: dict[str, dict[str, Any]] = {
         "disk_gb_per_s": 10,
         "source": "NVIDIA A100 80 GB SXM data sheet: 312 TFLOPS dense bf16, 80 GB, 2,039 GB/s, NVLink 600 "
         "GB/s both ways together; DGX A100: 200 Gb/s InfiniBand for each GPU. Shares: "
-        "tests/test_constants.py; latencies: NCCL, src/graph/tuning.cc.",
+        "tests/benchmarks/test_constants.py; latencies: NCCL, src/graph/tuning.cc.",
     },
     "v100-ib": {
         "device": "V100 32 GB",

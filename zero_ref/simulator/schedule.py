@@ -470,7 +470,7 @@ def ddp_buckets(
         ValueError: `order` does not list every trainable parameter once.
     Source:
         torch/nn/parallel/distributed.py (`bucket_cap_mb`) and the Reducer's `rebuild_buckets`; equal to them
-        in tests/ranks/test_ddp_buckets.py. Not for `find_unused_parameters=True`, which never rebuilds.
+        in tests/backward/test_ddp_buckets.py. Not for `find_unused_parameters=True`, which never rebuilds.
     """
     trainable = [index for index, param in enumerate(params) if param.trainable]
     order = trainable[::-1] if order is None else order

@@ -1,7 +1,8 @@
 """The error of a prediction, as an interval from published runs that nothing was fitted to.
 
 The factors here are what `benchmarks/judged.py` computes from these runs. They are constants, so that a
-simulation needs neither the runs nor the time to simulate them; tests/test_validation.py holds them together.
+simulation needs neither the runs nor the time to simulate them.
+tests/benchmarks/test_validation.py holds them together.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def stage_3(
     Raises:
         ValueError: `prefetch` is negative.
     Source: ZeRO (arXiv:1910.02054), section 5.3. The order is that of torch's `fully_shard`, as recorded in
-        tests/ranks/test_stage_3.py.
+        tests/simulator/test_stage_3.py.
     """
     if prefetch < 0:
         raise ValueError(f"prefetch counts units, 0 or more; got {prefetch}.")

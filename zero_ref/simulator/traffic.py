@@ -87,7 +87,7 @@ def traffic(
             or the shares do not add up to the payload.
     Source: bus bandwidths of nccl-tests (doc/PERFORMANCE.md); rounds of a ring, and which operations have a
         tree, as in NCCL's own tuning model (src/graph/tuning.cc); Gloo's bytes are counted on each rank's
-        connections by tests/ranks/test_wire.py and in chapter 2.
+        connections by tests/simulator/test_wire.py and in chapter 2.
     """
     check_name("operation", op, OPERATIONS)
     check_name("backend", backend, BACKENDS)

@@ -56,7 +56,7 @@ FOREACH: dict[str, UpdateKernels] = {
 """By the names of `ledger.STATE_RULES`, with torch's default options. AdamW's copy has the square roots of
 the second moments.
 
-Source: counted from the kernels that torch calls (tests/test_updates.py)."""
+Source: counted from the kernels that torch calls (tests/simulator/test_updates.py)."""
 
 FOR_LOOP: dict[str, UpdateKernels] = {
     "SGD": UpdateKernels(0, 3),

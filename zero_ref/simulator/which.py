@@ -147,7 +147,8 @@ TREE = Question(
 Ψ is the number of parameters, in 16 bits beside 32-bit masters, N the number of ranks. In a second a rank
 makes C operations, receives W bytes from the network, and reads or writes B bytes of its memory. `room_gb` is
 the room. A `Compared` knows whether a way surely fits, and takes that in place of the formulas.
-tests/test_which.py holds the tree against the simulator, and says where the two differ and by how much.
+tests/simulator/test_which.py holds the tree against the simulator, and says where the two differ and by
+how much.
 """
 
 

@@ -1,0 +1,489 @@
+"""`train` and `eval` of the wrapped class, called on all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from library.schedule_free import Free, FreeOnMasters, switching
+from library.tied import RULES, Tied, averaged, data, gradients_of, values_of
+from library.training import (
+    MODES,
+    Backward,
+    Tangle,
+    assert_same,
+    assert_state_dicts_equal,
+    assert_trains_as_plain,
+    caught,
+    run_script,
+    snapshot,
+    train,
+)
+from torch import nn, optim
+from torch.optim import Optimizer
+
+from zero_ref import OSS, ShardedDataParallel, consolidation_callback
+from zero_ref.comm.collectives import Collectives
+from zero_ref.files.sharded import load_sharded, save_sharded
+from zero_ref.lab import virtual
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+EVERY_MODE = [*MODES, ("balanced", False), ("equal_shares", True)]
+
+
+def params_of_ones(count: int = 3, numel: int = 128) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(numel)) for _ in range(count)]
+
+
+def update(params: list[nn.Parameter], optimizer: Optimizer) -> None:
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------- train and eval
+
+
+def test_a_schedule_free_optimizer_trains_and_switches_as_plain_in_every_mode() -> None:
+    assert_trains_as_plain(switching, Free, modes=EVERY_MODE)
+
+
+def test_more_ranks_than_parameters_switch_as_plain() -> None:
+    assert_trains_as_plain(
+        switching, Free, world_sizes=[5], modes=[("sorted_greedy", True), ("even", False)],
+        make_model=lambda: nn.ParameterList(params_of_ones(2, 6)),
+    )  # fmt: skip
+
+
+def freezing(model: Any, optimizer: Any, backward: Backward) -> Iterator[None]:
+    """A parameter is trained, frozen, switched while it is frozen, and trained again."""
+    optimizer.train()
+    for step in range(4):
+        model.up.weight.requires_grad_(step in (0, 3))
+        model.up.weight.grad = None
+        backward(step)
+        optimizer.step()
+        yield
+        for switch in (optimizer.eval, optimizer.train):
+            switch()
+            yield
+
+
+def test_frozen_parameters_are_switched_on_all_ranks_too() -> None:
+    assert_trains_as_plain(freezing, Free, modes=EVERY_MODE)
+
+
+def adding(model: Any, optimizer: Any, backward: Backward) -> Iterator[None]:
+    optimizer.train()
+    for step in range(4):
+        if step == 2:
+            added = {"params": list(model.up.parameters()), "lr": 0.05, "train_mode": True}
+            optimizer.add_param_group(added)
+        backward(step)
+        optimizer.step()
+        yield
+        for switch in (optimizer.eval, optimizer.train):
+            switch()
+            yield
+
+
+def test_groups_added_later_are_switched() -> None:
+    def all_but_one(model: Any) -> Any:
+        return [param for name, param in model.named_parameters() if not name.startswith("up.")]
+
+    assert_trains_as_plain(adding, Free, modes=EVERY_MODE, groups=all_but_one, check_moved=False)
+
+
+def by_hand(model: Any, optimizer: Any, backward: Backward) -> Iterator[None]:
+    """An option is changed between an update and a switch that uses it."""
+    optimizer.train()
+    for step in range(3):
+        backward(step)
+        optimizer.step()
+        yield
+        optimizer.param_groups[0]["beta"] = 0.5 + step / 10
+        for switch in (optimizer.eval, optimizer.train):
+            switch()
+            yield
+
+
+def test_options_set_by_hand_count_in_a_switch() -> None:
+    assert_trains_as_plain(by_hand, Free, world_sizes=[3], modes=[("sorted_greedy", True), ("even", False)])
+
+
+def in_16_bits() -> nn.Module:
+    model = Tangle()
+    model.down.bfloat16()
+    model.up.half()
+    model.forward = None  # type: ignore[assignment, method-assign]  # gradients are made up
+    return model
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize(("partition", "as_view"), [("sorted_greedy", False), ("even", True)])
+@pytest.mark.parametrize("in_files", [False, True])
+@pytest.mark.parametrize("script", [switching, freezing])
+def test_masters_and_state_in_files_are_switched(
+    script: Any, in_files: bool, partition: str, as_view: bool, rounding: str, tmp_path: Path
+) -> None:
+    model = in_16_bits()
+    plain = run_script(script, model, FreeOnMasters(model.parameters(), Free, rounding), 3)
+
+    def on_rank(comm: Collectives) -> Any:
+        model = in_16_bits()
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), Free, comm, as_view, partition=partition, elementwise=True,
+            master_dtype=torch.float32,
+            rounding=rounding, rounding_seed=7, state_device=tmp_path if in_files else None,
+        )  # fmt: skip
+        return run_script(script, model, optimizer, comm.world_size, comm)
+
+    for ours in virtual.run(on_rank, 3):
+        assert_same(ours, plain, f"{partition}, {rounding}")
+
+
+def test_broadcast_dtype_rounds_what_other_ranks_own() -> None:
+    def on_rank(comm: Collectives) -> bool:
+        params = params_of_ones(2, 6)
+        optimizer = OSS(params, Free, comm, broadcast_dtype=torch.bfloat16)
+        plain = [nn.Parameter(param.detach().clone()) for param in params]
+        unsharded = Free(plain)
+        for one, its in ((optimizer, params), (unsharded, plain)):
+            one.train()  # type: ignore[attr-defined]
+            update(its, one)
+            update(its, one)
+            one.eval()  # type: ignore[attr-defined]
+        owners = optimizer.partition.owner_of_param
+        assert [param[0].item() != 1 for param in params] == [True, True]
+        return all(
+            torch.equal(param, value if owner == comm.rank else value.bfloat16().float())
+            for param, value, owner in zip(params, plain, owners)
+        )
+
+    assert virtual.run(on_rank, 2) == [True, True]
+
+
+@pytest.mark.parametrize("in_forward", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_model_in_sharded_data_parallel_is_switched(rule: Any, in_forward: bool) -> None:
+    ranks = 3
+
+    def evaluated(model: nn.Module, optimizer: Any) -> list[list[torch.Tensor]]:
+        seen = []
+        for switch in (optimizer.eval, optimizer.train):
+            switch()
+            seen.append(values_of(model))  # at once: no forward has waited for them
+        return seen
+
+    models = [Tied() for _ in range(ranks)]
+    free, expected = Free(models[0].parameters(), lr=0.01), []
+    free.train()
+    for step in range(3):
+        gradients = [gradients_of(m, lambda m, r=r, s=step: [m(data(r, s))]) for r, m in enumerate(models)]
+        for param, grad in zip(models[0].parameters(), averaged(gradients), strict=True):
+            param.grad = grad
+        free.step()
+        expected += evaluated(models[0], free)
+        for model in models[1:]:
+            model.load_state_dict({**model.state_dict(), **dict(models[0].named_parameters())})
+
+    def on_rank(comm: Collectives) -> list[list[torch.Tensor]]:
+        model, seen = Tied(), []
+        optimizer: Any = ZeroRedundancyOptimizer(
+            model.parameters(), Free, comm, partition=rule, elementwise=True, lr=0.01
+        )
+        ddp = ShardedDataParallel(
+            model, optimizer, broadcast_buffers=False, reduce_buffer_size=300, gather_in_forward=in_forward
+        )
+        optimizer.train()
+        for step in range(3):
+            optimizer.zero_grad()
+            ddp(data(comm.rank, step)).backward()
+            optimizer.train()  # as transformers' Trainer does, before each backward
+            optimizer.step()
+            seen += evaluated(model, optimizer)
+        return seen
+
+    for ours in virtual.run(on_rank, ranks):
+        for a, b in zip(ours, expected, strict=True):
+            assert all(map(torch.equal, a, b))
+
+
+# --------------------------------------------------------------------------------------- saves in either mode
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
+def test_a_state_saved_in_either_mode_is_the_plain_one_and_loads(
+    partition: str, as_view: bool, mode: str, tmp_path: Path
+) -> None:
+    def goes_on(model: nn.Module, optimizer: Any) -> list[Any]:
+        seen = [snapshot(model)]
+        optimizer.train()
+        for _ in train(model, optimizer, range(3, 5)):
+            seen.append(snapshot(model))
+        optimizer.eval()
+        return [*seen, snapshot(model)]
+
+    def begins(model: nn.Module, optimizer: Any) -> None:
+        optimizer.train()
+        list(train(model, optimizer, range(3)))
+        getattr(optimizer, mode)()
+
+    plain_model = Tangle()
+    plain = Free(plain_model.parameters())
+    begins(plain_model, plain)
+    state, values = copy.deepcopy(plain.state_dict()), snapshot(plain_model)
+    expected = goes_on(plain_model, plain)
+
+    def on_rank(comm: Collectives) -> tuple[Any, Any]:
+        model = Tangle()
+        optimizer: Any = ZeroRedundancyOptimizer(
+            model.parameters(), Free, comm, as_view, elementwise=True, partition=partition
+        )
+        begins(model, optimizer)
+        optimizer.consolidate_state_dict("all")
+        whole = optimizer.state_dict()
+        save_sharded(optimizer, tmp_path / "shards")
+        return whole, goes_on(model, optimizer)
+
+    def resumed(comm: Collectives, from_files: bool) -> Any:
+        model = Tangle()
+        optimizer: Any = ZeroRedundancyOptimizer(
+            model.parameters(), Free, comm, as_view, elementwise=True, partition=partition
+        )
+        if from_files:
+            load_sharded(optimizer, tmp_path / "shards")
+        else:
+            optimizer.load_state_dict(state)
+            model.load_state_dict(dict(zip(dict(model.named_parameters()), values)), strict=False)
+        return goes_on(model, optimizer)
+
+    for whole, ours in virtual.run(on_rank, 3):
+        assert_state_dicts_equal(whole, {**state, "state": {k: v for k, v in state["state"].items() if v}})
+        assert_same(ours, expected, "after the saves")
+    for from_files in (False, True):
+        for ours in virtual.run(resumed, 2, from_files):
+            assert_same(ours, expected, f"from files: {from_files}")
+
+
+def test_a_fresh_optimizer_in_train_mode_has_the_plain_state_dict() -> None:
+    model = Tangle()
+    plain = Free(model.parameters())
+    plain.train()
+
+    def on_rank(comm: Collectives) -> Any:
+        optimizer: Any = ZeroRedundancyOptimizer(Tangle().parameters(), Free, comm)
+        optimizer.train()
+        return optimizer.state_dict()
+
+    for state in virtual.run(on_rank, 2):
+        assert state["param_groups"] == plain.state_dict()["param_groups"]
+        assert not any(state["state"].values())
+
+
+def test_a_method_alone_makes_no_masters_into_state() -> None:
+    def on_rank(comm: Collectives) -> Any:
+        params = [param.bfloat16().detach().requires_grad_() for param in params_of_ones(2)]
+        optimizer: Any = ZeroRedundancyOptimizer(params, Free, comm, master_dtype=torch.float32)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.train()
+        optimizer.consolidate_state_dict("all")
+        return optimizer.state_dict()["state"]
+
+    assert virtual.run(on_rank, 2) == [{}, {}]
+
+
+def test_a_gathered_state_is_not_given_out_after_a_method_may_have_changed_it() -> None:
+    def on_rank(comm: Collectives) -> str:
+        params = params_of_ones()
+        optimizer: Any = ZeroRedundancyOptimizer(params, Free, comm)
+        optimizer.train()
+        update(params, optimizer)
+        optimizer.consolidate_state_dict("all")
+        optimizer.eval()
+        return caught(optimizer.state_dict)
+
+    for message in virtual.run(on_rank, 2):
+        assert "has not been gathered on this one since the last step" in message
+
+
+def test_the_trainers_callback_gathers_again_after_an_evaluation_that_switches() -> None:
+    callback = consolidation_callback()
+    arguments = SimpleNamespace(save_only_model=False, save_on_each_node=True, save_strategy="steps")
+
+    def on_rank(comm: Collectives, optimizer_class: Any) -> bool:
+        params = params_of_ones()
+        optimizer: Any = ZeroRedundancyOptimizer(params, optimizer_class, comm, lr=0.1)
+        if optimizer_class is Free:
+            optimizer.train()
+        update(params, optimizer)
+        control = SimpleNamespace(should_save=True)
+        callback.on_step_end(arguments, None, control, optimizer=optimizer)  # type: ignore[arg-type]
+        calls: list[Any] = []
+        if optimizer_class is Free:
+            optimizer.eval()
+        comm.observers.append(calls.append)
+        callback.on_evaluate(arguments, None, control, optimizer=optimizer)  # type: ignore[arg-type]
+        optimizer.state_dict()
+        return bool(calls)
+
+    assert virtual.run(on_rank, 2, Free) == [True, True]
+    assert virtual.run(on_rank, 2, optim.SGD) == [False, False]
+
+
+def test_the_names_of_the_state_are_found_out_in_train_mode() -> None:
+    def on_rank(comm: Collectives) -> Any:
+        optimizer = ZeroRedundancyOptimizer(params_of_ones(1), Free, comm)
+        return optimizer.whole.keys()
+
+    assert virtual.run(on_rank, 2) == [[["z"]]] * 2
+
+
+# ----------------------------------------------------------------------------------------- which there are
+
+
+class Odd(Free):
+    """With what is no method: none of these is forwarded."""
+
+    public = 3
+
+    @property
+    def mean(self) -> float:
+        return 1.0
+
+    @staticmethod
+    def helper(x: int) -> int:
+        return x
+
+    @classmethod
+    def made(cls, params: Any) -> Odd:
+        return cls(params)
+
+    def _private(self) -> None: ...
+
+
+def test_the_attributes_are_there_exactly_if_the_class_has_them() -> None:
+    def on_rank(comm: Collectives) -> None:
+        free = ZeroRedundancyOptimizer(params_of_ones(), Odd, comm)
+        plain = ZeroRedundancyOptimizer(params_of_ones(), optim.AdamW, comm)
+        oss = OSS(params_of_ones(), Free, comm)
+        for name in ("train", "eval"):
+            assert callable(getattr(free, name))
+            assert callable(getattr(oss, name))
+            assert not hasattr(plain, name)
+            with pytest.raises(AttributeError, match=f"ZeroRedundancyOptimizer.* has no attribute '{name}'"):
+                getattr(plain, name)
+        for name in ("public", "mean", "helper", "made", "_private", "profile_hook_step"):
+            assert not hasattr(free, name) or hasattr(Optimizer, name), name
+
+    virtual.run(on_rank, 2)
+
+
+class Rebinding(optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param.data - group["lr"] * param.grad
+
+
+def steps(model: nn.Module, optimizer: Any, backward: Backward) -> Iterator[None]:
+    for step in range(3):
+        backward(step)
+        optimizer.step()
+        yield
+
+
+def test_an_optimizer_that_gives_parameters_other_memory_trains_as_plain() -> None:
+    assert_trains_as_plain(steps, Rebinding, world_sizes=[3], modes=EVERY_MODE, lr=0.1)
+
+
+def test_a_call_that_writes_nothing_sends_only_short_messages() -> None:
+    def on_rank(comm: Collectives) -> list[list[tuple[str, int]]]:
+        params = params_of_ones(2, 6)
+        optimizer: Any = ZeroRedundancyOptimizer(params, Free, comm)
+        sent = []
+        optimizer.train()
+        for _ in range(2):
+            update(params, optimizer)
+        for switch in (optimizer.train, optimizer.eval, optimizer.eval):
+            calls: list[Any] = []
+            comm.observers.append(calls.append)
+            switch()
+            sent.append([(call.op, call.nbytes) for call in calls])
+            comm.observers.remove(calls.append)
+        return sent
+
+    for idle, switched, again in virtual.run(on_rank, 2):
+        assert idle == again == [("all_gather", 32), ("all_gather", 3)]
+        assert switched == [*idle, ("broadcast", 24), ("broadcast", 24)]
+
+
+# ------------------------------------------------------------------------------------------------- mistakes
+
+
+class Failing(Free):
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.numel() == 128:
+                    raise ValueError("no")
+
+
+def test_options_that_differ_between_ranks_raise_on_all_and_change_nothing() -> None:
+    def on_rank(comm: Collectives) -> str:
+        params = params_of_ones()
+        optimizer: Any = ZeroRedundancyOptimizer(params, Free, comm)
+        optimizer.train()
+        for _ in range(2):
+            update(params, optimizer)
+        before = [param.detach().clone() for param in params]
+        optimizer.param_groups[0]["beta"] = 0.5 + comm.rank / 10
+        message = caught(optimizer.eval)
+        assert all(map(torch.equal, params, before))
+        return message
+
+    for message in virtual.run(on_rank, 2):
+        assert "ValueError: ranks disagree, so none can call eval() of optimizer 0 (Free)" in message
+        assert "beta=" in message
+
+
+def test_a_rank_that_switches_while_another_steps_raises_on_both() -> None:
+    def on_rank(comm: Collectives) -> str:
+        optimizer: Any = ZeroRedundancyOptimizer(params_of_ones(), Free, comm)
+        return caught(lambda: optimizer.eval() if comm.rank == 0 else optimizer.step())
+
+    for message in virtual.run(on_rank, 2):
+        assert "call eval() of optimizer 0 (Free)" in message
+        assert "make update 1 of optimizer 0" in message
+
+
+def test_a_method_that_raises_on_one_rank_stops_all(tmp_path: Path) -> None:
+    def on_rank(comm: Collectives) -> list[str]:
+        params = [nn.Parameter(torch.ones(numel)) for numel in (128, 64)]
+        optimizer: Any = ZeroRedundancyOptimizer(params, Failing, comm)
+        optimizer.train()
+        save_sharded(optimizer, tmp_path)
+        messages = [
+            caught(optimizer.eval),
+            caught(lambda: update(params, optimizer)),
+            caught(optimizer.train),
+        ]
+        load_sharded(optimizer, tmp_path)
+        update(params, optimizer)
+        return messages
+
+    first, second = virtual.run(on_rank, 2)
+    assert first[0] == "ValueError: no"
+    assert second[0].endswith("rank 0 could not call eval() of optimizer 0 (Failing): ValueError: no")
+    for _, *later in (first, second):
+        for message in later:
+            assert "eval() of optimizer 0 (Failing) raised on ranks [0] and not on the others" in message
