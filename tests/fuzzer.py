@@ -50,7 +50,6 @@ from zero_ref.plan.partition import Slice
 from zero_ref.plan.rules import equal_shares
 from zero_ref.shard import offload
 from zero_ref.shard.buckets import flat_view
-from zero_ref.shard.rounding import ROUNDINGS
 
 Options = dict[str, Any]
 KERNELS: tuple[Options, ...] = ({}, {"foreach": True}, {"foreach": False})
@@ -161,7 +160,7 @@ class Job:
         options = {"lr": rng.choice(RATES), **rng.choice(choices), **rng.choice(kernels)}
         shapes = MATRICES if optimizer_class in WHOLE_ONLY else rng.choice([SHAPES, SHAPES, MERGED])
         named, missing = rng.random() < 0.3, rng.choice([0.0, 0.2])
-        masters = {"master_dtype": torch.float32, "rounding": rng.choice(ROUNDINGS), "rounding_seed": 7}
+        masters = {"master_dtype": torch.float32}
         if rng.random() > 0.3:
             masters = {}
         job = Job(optimizer_class, choices, options, named, trial.real, shapes, missing, masters)
@@ -296,7 +295,7 @@ class Twins:
         )  # fmt: skip
         self.plain: Any = job.optimizer_class(plain, **job.options)
         if job.masters:
-            self.plain = OnMasters(plain, job.optimizer_class, job.masters["rounding"], **job.options)
+            self.plain = OnMasters(plain, job.optimizer_class, **job.options)
         self.both: list[tuple[Model, Any]] = list(zip(self.models, (self.zero, self.plain)))
         for _, optimizer in self.both:
             optimizer.defaults.setdefault("differentiable", False)  # as torch does when it loads

@@ -358,7 +358,7 @@ def _bytes_of_a_parameter() -> float:
 
 @prediction(
     "precision.random",
-    "Masters of 1.01, rounded at random: how many percent of the weights take the upper neighbour?",
+    "Values of 1.01, rounded at random: how many percent of them take the upper neighbour?",
     unit="%",
 )
 def _share_rounded_up() -> float:

@@ -158,7 +158,7 @@ class Loop:
         self.send_buffers()
         plain, defaults = CLASSES[chosen["classes"]]
         if chosen["masters"]:
-            self.optimizer: Any = OnMasters(self.groups(self.model), plain, chosen["masters"], **defaults)
+            self.optimizer: Any = OnMasters(self.groups(self.model), plain, **defaults)
         else:
             self.optimizer = plain(self.groups(self.model), **defaults)
         self.optimizer.defaults.setdefault("differentiable", False)  # as torch does when it loads

@@ -23,7 +23,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "partition": ("sorted_greedy", "registration_greedy", "even", "equal_shares", "balanced", LISTS, CUTS),
     "views": (False, True),
     "dtype": ("float32", "bfloat16", "float16", "mixed"),
-    "masters": (None, "nearest", "stochastic"),
+    "masters": (False, True),
     "classes": ("sgd", "momentum", "adamw", "muon", "low_bit"),
     "place": (None, "cpu", "files"),
     # Of the wrapper.

@@ -95,11 +95,10 @@ class Rank:
         self.loop = Loop(chosen, passed, self.comm.world_size * count)
         self.model = copy.deepcopy(self.loop.model)
         self.model.seen, self.model.batches = (value.clone() for value in passed.buffers)
-        masters = {"master_dtype": torch.float32, "rounding": chosen["masters"], "rounding_seed": 7}
         self.optimizer_options = {
             "elementwise": False,  # of `LowBit`; torch's own classes are known
             "state_device": folder.parent if chosen["place"] == "files" else chosen["place"],
-            **(masters if chosen["masters"] else {}),
+            "master_dtype": torch.float32 if chosen["masters"] else None,
         }
         partition = chosen["partition"]
         if partition == CUTS and chosen["classes"] in ("muon", "low_bit"):

@@ -36,7 +36,6 @@ from zero_ref.plan.rules import equal_shares, even, sorted_greedy
 from zero_ref.shard.buckets import flat_view
 from zero_ref.shard.groups import PARAM_KEYS, options_of, replace_options
 from zero_ref.shard.owned import MASTER
-from zero_ref.shard.rounding import round_stochastically
 
 T = TypeVar("T")
 NEVER_S = 3600.0  # longer than pytest waits: where only this ends a test it has failed
@@ -473,8 +472,8 @@ class Listing(optim.SGD):
 class OnMasters(optim.Optimizer):
     """The reference for `master_dtype=torch.float32`: every rank keeps and steps whole copies in 32 bits."""
 
-    def __init__(self, params: Any, optimizer_class: Any, rounding: str = "nearest", **options: Any) -> None:
-        self.rounding, self.used = rounding, set[int]()
+    def __init__(self, params: Any, optimizer_class: Any, **options: Any) -> None:
+        self.used = set[int]()
         self.optim: Any = None
         super().__init__(params, {})
         groups = [
@@ -529,10 +528,7 @@ class OnMasters(optim.Optimizer):
 
     @torch.no_grad()
     def publish(self, param: torch.Tensor, master: torch.Tensor) -> None:
-        if self.rounding == "stochastic":
-            round_stochastically(master, param, seed=7)
-        else:
-            param.copy_(master)
+        param.copy_(master)
 
     def state_dict(self) -> Any:
         state_dict = self.optim.state_dict()

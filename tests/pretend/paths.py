@@ -249,10 +249,10 @@ def groups_of_two(place: Place) -> tuple[Any, Any]:
 
 
 @path
-def masters(place: Place, rounding: str, **options: Any) -> list[torch.Tensor]:
+def masters(place: Place, **options: Any) -> list[torch.Tensor]:
     """A 16-bit model with 32-bit copies."""
     model = place.model(torch.bfloat16)
-    zero = adamw(model.parameters(), place, master_dtype=torch.float32, rounding=rounding, **options)
+    zero = adamw(model.parameters(), place, master_dtype=torch.float32, **options)
     wrapped = ShardedDataParallel(model, zero)
     for number in range(STEPS):
         with place.watch() if number else contextlib.nullcontext():

@@ -61,8 +61,7 @@ for name in ("even views", "shares", "shares views"):
     CASES[f"sharded, {name}, no_sync"] = ("sharded", {**how, "backwards": 4})
     CASES[f"sharded, {name}, scaled"] = ("sharded", {**how, "scaled": True, "backwards": 2})
     CASES[f"sharded, {name}, in forward"] = ("sharded", {**how, "in_forward": True})
-    for rounding in ("nearest", "stochastic"):
-        CASES[f"masters, {name}, {rounding}"] = ("masters", {**how, "rounding": rounding})
+    CASES[f"masters, {name}"] = ("masters", how)
     CASES[f"two optimizers, {name}"] = ("two_optimizers", how)
 CASES["local SGD"] = ("averaged", {})
 BETWEEN_BOTH = {"step, each", "DDP, views, owners, clip", "sharded, shares"}

@@ -1,12 +1,15 @@
-"""Stochastic rounding, and what may be asked of masters."""
+"""Stochastic rounding: what it gives, by itself and in an optimizer that is sharded; and masters."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from library.training import WHOLE, Backward, assert_trains_as_plain
 from torch import nn, optim
 
 from zero_ref.comm.collectives import Collectives
@@ -14,7 +17,8 @@ from zero_ref.lab import meter, virtual
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.shard.rounding import BLOCK_NUMEL, Masters, add_stochastically, round_stochastically
+from zero_ref.shard.owned import local_dtype
+from zero_ref.shard.rounding import BLOCK_NUMEL, add_stochastically, round_stochastically
 from zero_ref.simulator.ledger import ledger
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -131,9 +135,6 @@ def test_what_cannot_work_is_refused_on_all_ranks() -> None:
         return "made"
 
     for options, words in (
-        ({"rounding": "stochastic"}, "needs master_dtype=torch.float32"),
-        ({"master_dtype": torch.float32, "rounding": "up"}, "unknown rounding 'up'; choose one of nearest,"),
-        ({"master_dtype": torch.float64, "rounding": "stochastic"}, "is for master_dtype=torch.float32"),
         ({"master_dtype": torch.int32}, "holds no floating-point numbers"),
         ({"master_dtype": "float32"}, "master_dtype='float32' is no dtype"),
     ):
@@ -142,26 +143,48 @@ def test_what_cannot_work_is_refused_on_all_ranks() -> None:
 
 def test_ranks_that_ask_for_other_masters_are_told() -> None:
     def made(comm: Collectives) -> str:
-        rounding = "stochastic" if comm.rank else "nearest"
+        dtype = torch.float32 if comm.rank else None
         with pytest.raises(ValueError, match="rank") as error:
-            ZeroRedundancyOptimizer(
-                [nn.Parameter(torch.ones(3))], optim.SGD, comm, master_dtype=torch.float32, rounding=rounding
-            )
+            ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], optim.SGD, comm, master_dtype=dtype)
         return str(error.value)
 
-    assert all("stochastic" in told and "nearest" in told for told in virtual.run(made, 2))
+    assert all("torch.float32" in told and "None" in told for told in virtual.run(made, 2))
 
 
 def test_larger_parameters_are_stepped_as_they_are() -> None:
-    masters = Masters(torch.float32)
     dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8]
-    assert [masters.copies(torch.ones(1, dtype=dtype)) for dtype in dtypes] == [
-        False,
-        False,
-        True,
-        True,
-        False,
-    ]
+    stepped = [local_dtype(torch.ones(1, dtype=dtype), torch.float32) for dtype in dtypes]
+    assert stepped == [torch.float64, torch.float32, torch.float32, torch.float32, torch.int8]
+    assert [local_dtype(torch.ones(1, dtype=dtype), None) for dtype in dtypes] == dtypes
+
+
+class RoundedSGD(optim.Optimizer):
+    """SGD of 16-bit weights without masters."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in (one for one in group["params"] if one.grad is not None):
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                add_stochastically(param, -group["lr"] * param.grad.float(), seed=state["step"])
+
+
+def test_an_optimizer_that_rounds_stochastically_is_sharded_as_any_other() -> None:
+    def script(model: Any, optimizer: optim.Optimizer, backward: Backward) -> Iterator[None]:
+        for step in range(3):
+            backward(step)
+            optimizer.step()
+            yield
+
+    def trained(model: nn.Module) -> list[nn.Parameter]:
+        return [param for param in model.bfloat16().parameters() if param.numel()]
+
+    modes = [(partition, view) for partition in WHOLE for view in (False, True)]
+    assert_trains_as_plain(script, RoundedSGD, modes=modes, groups=trained, elementwise=False, lr=1e-3)
 
 
 def test_a_16_bit_model_on_4_ranks_holds_the_bytes_that_the_ledger_says() -> None:

@@ -161,13 +161,12 @@ def test_a_checkpoint_without_copies_starts_them_from_the_parameters() -> None:
 
 
 @pytest.mark.parametrize("optimizer_class", [optim.AdamW, optim.SGD])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_a_run_of_32_bits_goes_on_in_16_bits_with_masters_and_back(
-    rounding: str, optimizer_class: Any, tmp_path: Path
+    optimizer_class: Any, tmp_path: Path
 ) -> None:
     """The masters begin with the 32-bit values, and 32-bit parameters begin with the masters."""
     lr = 1e-3 if optimizer_class is optim.AdamW else 0.1
-    masters = {"master_dtype": torch.float32, "rounding": rounding, "rounding_seed": 7}
+    masters = {"master_dtype": torch.float32}
 
     def wide() -> list[nn.Parameter]:
         return [nn.Parameter(param.detach().float()) for param in start()]
@@ -204,7 +203,7 @@ def test_a_run_of_32_bits_goes_on_in_16_bits_with_masters_and_back(
         if DTYPES[number] != torch.float32:
             state["state"].setdefault(number, {})[MASTER] = value  # what a user may write into a whole state
     params = start()
-    plain = OnMasters(params, optimizer_class, rounding, lr=lr)
+    plain = OnMasters(params, optimizer_class, lr=lr)
     for param, value in zip(params, values, strict=True):
         param.data.copy_(value)
     plain.load_state_dict(deepcopy(state))  # it keeps the step counters themselves
@@ -401,9 +400,8 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("name", CLASSES)
-def test_masters_equal_the_unsharded_loop_whatever_the_partition(name: str, rounding: str) -> None:
+def test_masters_equal_the_unsharded_loop_whatever_the_partition(name: str) -> None:
     optimizer_class, options = CLASSES[name]
 
     def begin() -> list[nn.Parameter]:
@@ -414,13 +412,12 @@ def test_masters_equal_the_unsharded_loop_whatever_the_partition(name: str, roun
     def on_rank(comm: Collectives, partition: Any, flat: bool) -> Values:
         params = begin()
         optimizer = ZeroRedundancyOptimizer(
-            params, optimizer_class, comm, flat, partition=partition, master_dtype=torch.float32,
-            rounding=rounding, rounding_seed=7, **options,
-        )  # fmt: skip
+            params, optimizer_class, comm, flat, partition=partition, master_dtype=torch.float32, **options
+        )
         return [value for step in range(4) for value in train(params, optimizer, range(step, step + 1))]
 
     params = begin()
-    plain = OnMasters(params, optimizer_class, rounding, **options)
+    plain = OnMasters(params, optimizer_class, **options)
     expected = []
     for step in range(4):
         fill(params, step)

@@ -31,7 +31,6 @@ from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like, flat_view
 from zero_ref.shard.groups import dtype_name
 from zero_ref.shard.owned import MASTER, OwnedSlice
-from zero_ref.shard.rounding import Masters
 from zero_ref.state import checkpoint
 from zero_ref.state.entries import Entry, State, allocate, dtype_of, pack_slice, plain_state
 
@@ -282,9 +281,9 @@ class LoadedShard:
         for flat, whole, own in self._reordered:
             flat.copy_(flat_like(whole, own.param)[own.piece.start : own.piece.stop])
         # 4. A checkpoint may have been saved with masters and loaded without, or the other way round.
-        self._keep_wider_values(optimizer.shard.masters, stateless=not saved_state)
+        self._keep_wider_values(stateless=not saved_state)
 
-    def _keep_wider_values(self, masters: Masters | None, stateless: bool) -> None:
+    def _keep_wider_values(self, stateless: bool) -> None:
         """Use parameters saved in the masters' dtype as masters, or saved masters as such parameters.
 
         A parameter without state was never stepped, unless the optimizer is `stateless`. Its master begins
@@ -294,10 +293,9 @@ class LoadedShard:
             saved = self.state.get(position, {})
             # This optimizer keeps a master. The checkpoint has none, but the parameter in the master's dtype.
             if own.is_master and MASTER not in saved and values.dtype == own.local.dtype:
-                assert masters is not None
                 if saved or stateless:
                     self.state[position] = {**saved, MASTER: values}
-                    values = masters.rounded(values, own.param.dtype, own.piece.start)
+                    values = values.to(own.param.dtype)
             # The other way round: the saved parameter was only the rounded master.
             elif not own.is_master and MASTER in saved and saved[MASTER].dtype == own.param.dtype:
                 values = saved[MASTER]

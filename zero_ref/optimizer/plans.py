@@ -46,7 +46,7 @@ def facts_of_plan(zero: Zero, specs: Sequence[ParamSpec], partition: Partition, 
     own_options = (
         f"{given.optimizer_class.__name__}, parameters_as_bucket_view={given.parameters_as_bucket_view}, "
         f"overlap_with_ddp={given.overlap_with_ddp}, elementwise={given.elementwise}, "
-        f"{zero.shard.masters or 'no masters'}, {zero.shard.place_of_state or 'state beside parameters'}"
+        f"master_dtype={zero.shard.master_dtype}, {zero.shard.place_of_state or 'state beside parameters'}"
     )
     return [own_options, *facts_of(zero.param_groups, specs, partition, first)]
 

@@ -38,12 +38,11 @@ from zero_ref.plan.partition import Partition
 from zero_ref.shard.arriving import Arriving
 from zero_ref.shard.buckets import finish_broadcasts, start_broadcasts
 from zero_ref.shard.built import Built, places_of
-from zero_ref.shard.checks import facts_of_options
+from zero_ref.shard.checks import check_master_dtype, facts_of_options
 from zero_ref.shard.gradients import WHOLE, Backward, check_no_scaler
 from zero_ref.shard.groups import ids_in, options_of, replace_options
 from zero_ref.shard.local_state import SliceState, StateOfParameters
 from zero_ref.shard.offload import StatePlace
-from zero_ref.shard.rounding import Masters
 from zero_ref.shard.shard import Shard, log_share
 from zero_ref.shard.stepper import GradientSource
 from zero_ref.state.whole import WholeState
@@ -86,9 +85,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             dtype, the local optimizer steps the copy, and the new values are rounded into the parameters.
             Larger parameters have no copy. State dicts have the copies under the key "master_weight".
             torch.amp.GradScaler refuses gradients in float16, so use bfloat16 with it.
-        rounding: "nearest", or "stochastic": up or down at random, to the nearer value more often, so that
-            the expected value is unrounded. The result is the same at any world size and partition.
-        rounding_seed: the seed of stochastic rounding.
         state_device: "cpu" to keep masters, moments and the owner's values in the CPU's memory, while
             parameters are on a GPU; a `pathlib.Path` to keep them in files in that directory. The local step
             then runs on the CPU, in pieces, while other pieces are copied.
@@ -139,8 +135,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         partition: Choice = "sorted_greedy",
         elementwise: bool | None = None,
         master_dtype: torch.dtype | None = None,
-        rounding: str = "nearest",
-        rounding_seed: int = 0,
         state_device: str | torch.device | os.PathLike[str] | None = None,
         **defaults: Any,
     ) -> None:
@@ -168,15 +162,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Optimizer.__init__(self, params, defaults)
             self.built = plans.first_plan(self)
             # An update in backward steps only some parameters at a time, so they cannot be merged.
-            merge, masters = not overlap_with_ddp, Masters.of(master_dtype, rounding, rounding_seed)
+            check_master_dtype(master_dtype)
             self.shard = Shard(
                 self.built,
                 self.rank,
                 self.registered.given,
                 optimizer_class,
                 defaults,
-                merge=merge,
-                masters=masters,
+                merge=not overlap_with_ddp,
+                master_dtype=master_dtype,
                 place=StatePlace.of(state_device),
             )
             self.defaults = self.optim.defaults

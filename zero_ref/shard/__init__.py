@@ -5,7 +5,7 @@
 - `shard`: what a rank owns;
 - `stepper`: three ways to step it: in place, through copies, merged;
 - `owned`: its slices;
-- `rounding`: 32-bit masters, and how they are rounded;
+- `rounding`: stochastic rounding, for optimizers that keep no masters;
 - `merged`: small neighbours stepped as one tensor;
 - `local_class`: whether its class is torch's, and its state that of parameters;
 - `offload`: the shard on the CPU or in files;

@@ -54,6 +54,21 @@ def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
     return ELEMENTWISE.get(optimizer_class, False)
 
 
+def check_master_dtype(dtype: object) -> None:
+    """Refuse what cannot be the dtype of master copies.
+
+    Raises:
+        TypeError: it is no torch.dtype, nor None for no copies.
+        ValueError: it holds no floating-point numbers.
+    """
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"master_dtype={dtype!r} is no dtype: use torch.float32.")
+    if not dtype.is_floating_point:
+        raise ValueError(f"master_dtype={dtype} holds no floating-point numbers: use torch.float32.")
+
+
 def check_is_class(optimizer_class: object) -> None:
     """Refuse what cannot be a local optimizer.
 

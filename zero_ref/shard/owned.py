@@ -15,7 +15,6 @@ from zero_ref.plan.partition import Slice
 from zero_ref.shard.buckets import flat_like, flat_view
 from zero_ref.shard.merged import place_end_to_end
 from zero_ref.shard.offload import StatePlace
-from zero_ref.shard.rounding import Masters
 
 MASTER = "master_weight"
 """The key of a master copy's values in state that is sent or saved."""
@@ -49,6 +48,11 @@ class OwnedSlice(NamedTuple):
         """The slice as a view of the parameter, in the shape of `local`."""
         return self.local.detach() if not self.is_copy else _window(self.piece, self.param)
 
+    @property
+    def rounded(self) -> torch.Tensor:
+        """The values of `local` in the parameter's dtype."""
+        return self.local.detach().to(self.param.dtype)
+
     def part_of(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the slice's part of the parameter's gradient."""
         return grad if self.is_whole else flat_like(grad, self.param)[self.piece.start : self.piece.stop]
@@ -60,10 +64,17 @@ def _window(piece: Slice, param: torch.Tensor) -> torch.Tensor:
     return param.detach() if whole else flat_view(param.detach())[piece.start : piece.stop]
 
 
+def local_dtype(param: torch.Tensor, master_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a parameter is stepped: the masters' if that is larger, else its own."""
+    if master_dtype is None or not param.is_floating_point():
+        return param.dtype
+    return max(param.dtype, master_dtype, key=lambda dtype: dtype.itemsize)
+
+
 def own_slices(
     pieces: Iterable[Slice],
     params: Sequence[torch.Tensor],
-    masters: Masters | None = None,
+    master_dtype: torch.dtype | None = None,
     place: StatePlace | None = None,
     kept: Mapping[Slice, torch.Tensor] | None = None,
 ) -> list[OwnedSlice]:
@@ -72,12 +83,12 @@ def own_slices(
     Args:
         pieces: the slices.
         params: the parameters, by number.
-        masters: decides which parameters are copied into another dtype; None copies none.
+        master_dtype: the dtype of copies of smaller parameters; None copies none.
         place: the place of copies; None leaves them on the parameters' own devices.
         kept: existing copies, which are reused.
     """
     kept = kept or {}
-    owned = [_own_slice(piece, params[piece.param], masters, place, kept.get(piece)) for piece in pieces]
+    owned = [_own_slice(piece, params[piece.param], master_dtype, place, kept.get(piece)) for piece in pieces]
     # New small copies move together, so that a step can merge them.
     if place is None:
         place_end_to_end(own.local for own in owned if own.is_copy and own.local is not kept.get(own.piece))
@@ -87,7 +98,7 @@ def own_slices(
 def _own_slice(
     piece: Slice,
     param: torch.Tensor,
-    masters: Masters | None,
+    master_dtype: torch.dtype | None,
     place: StatePlace | None,
     kept: torch.Tensor | None,
 ) -> OwnedSlice:
@@ -95,9 +106,9 @@ def _own_slice(
 
     Args:
         kept: the slice's existing copy, or None.
-        masters, place: as `own_slices`.
+        master_dtype, place: as `own_slices`.
     """
-    dtype = masters.dtype if masters is not None and masters.copies(param) else param.dtype
+    dtype = local_dtype(param, master_dtype)
     place = place if place is not None and place.holds(param) else None
     is_copy = place is not None or dtype != param.dtype
     if is_copy:
@@ -127,17 +138,15 @@ class Copies:
 
     Args:
         owned: the slices that a rank owns, with copies or without.
-        masters, place: the arguments of `own_slices`, which made the slices.
+        place: the argument of `own_slices`, which made the slices.
 
     Attributes:
         slices: the owned slices that have copies.
     """
 
-    def __init__(
-        self, owned: Iterable[OwnedSlice], masters: Masters | None, place: StatePlace | None
-    ) -> None:
+    def __init__(self, owned: Iterable[OwnedSlice], place: StatePlace | None) -> None:
         self.slices = [own for own in owned if own.is_copy]
-        self._masters, self._place = masters, place
+        self._place = place
         # The version counter of each slice's parameter when it was last equal to its rounded copy.
         self._versions: list[int] = []
         self.note_versions()
@@ -154,25 +163,15 @@ class Copies:
             # The first step has made the state in memory: move it to its place.
             for own in new:
                 self._place.keep(state.get(own.local, {}), own.local)
-            self._place.send([self._rounded(own) for own in new], [own.window for own in new])
-        elif self._masters is not None and self._masters.rounding == "nearest" and new:
-            # One call for all of them: a copy into a smaller dtype rounds to the nearest, as
-            # `Masters.rounded` does, which is for stochastic rounding and for single tensors.
+            self._place.send([own.rounded for own in new], [own.window for own in new])
+        elif new:
+            # One call for all of them: a copy into a smaller dtype rounds to the nearest.
             into = [own.param if own.is_whole else own.window for own in new]
             torch._foreach_copy_(into, [own.local for own in new])
-        else:
-            for own in new:
-                own.window.copy_(self._rounded(own))
 
     def changed(self) -> set[int]:
         """Find the parameters that are not equal to their rounded copies; return their numbers."""
-        return {own.piece.param for own in self.slices if not torch.equal(self._rounded(own), own.window)}
-
-    def _rounded(self, own: OwnedSlice) -> torch.Tensor:
-        """Return the values of a copy in its parameter's dtype."""
-        if self._masters is None:
-            return own.local.detach()
-        return self._masters.rounded(own.local.detach(), own.param.dtype, own.piece.start)
+        return {own.piece.param for own in self.slices if not torch.equal(own.rounded, own.window)}
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
@@ -185,7 +184,7 @@ class Copies:
             if own.param._version != version:
                 # The parameter may also have moved to another device: compare there.
                 window, copy = own.window, own.local.to(own.param.device)
-                changed = window != self._rounded(own).to(window.device)
+                changed = window != own.rounded.to(window.device)
                 own.local.copy_(torch.where(changed, window.to(copy.dtype), copy))
 
     def forget_versions(self) -> None:

@@ -1,9 +1,9 @@
-"""32-bit master copies of 16-bit parameters, and how their values are rounded.
+"""Stochastic rounding, by which 16-bit weights keep small updates without master copies.
 
-Master copies add to `stairs/owners.py` that small updates are not lost. bfloat16 has 8 significant bits:
-rounding to the nearest loses an update that is smaller than 1/512 of a weight, but a master copy keeps the
-update. With stochastic rounding the weights have the update too, on average: of the two neighbours of a
-value, the upper one is taken with a probability equal to the distance from the lower one, divided by the gap.
+bfloat16 has 8 significant bits: rounding to the nearest loses an update that is smaller than 1/512 of a
+weight. `master_dtype` of `ZeroRedundancyOptimizer` keeps such updates in 32-bit copies. Rounded
+stochastically, the weights have them too, on average: of the two neighbours of a value, the upper one is
+taken with a probability equal to the distance from the lower one, divided by the gap.
 
 The random number is a hash of the value and its offset in the parameter. So a checkpoint needs no state of a
 generator, and the result does not depend on the partition or the number of ranks.
@@ -12,13 +12,10 @@ generator, and the result does not depend on the partition or the number of rank
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 
 import torch
 
 from zero_ref.shard.buckets import flat_like, flat_view
-
-ROUNDINGS = ("nearest", "stochastic")
 
 BLOCK_NUMEL = 2**16
 """Elements that are rounded at a time on a CPU, so that the hash values stay in the cache."""
@@ -69,8 +66,7 @@ def add_stochastically(weights: torch.Tensor, update: torch.Tensor, *, seed: int
 
     This needs no master copy, and so 4 bytes less for each parameter: the weights themselves have small
     updates, on average. The sums are in 32 bits, for a block of elements at a time.
-    `ZeroRedundancyOptimizer` does not step in this way; its stochastic rounding is for weights that have
-    masters.
+    An optimizer class that steps in this way can be sharded like any other: chapter 12 has one.
 
     >>> weights = torch.ones(10000, dtype=torch.bfloat16)
     >>> for step in range(100):                     # an update of 0.0001 is far below half the gap, 0.004
@@ -121,55 +117,3 @@ def _chance(values: torch.Tensor, seed: int, first: int) -> torch.Tensor:
     word = word ^ ((word >> 16) & 0xFFFF)
     # float32 has 24 significant bits: keep so many, and the number is exact and below 1.
     return ((word >> 8) & 0xFFFFFF).to(torch.float32).mul_(2**-24)
-
-
-@dataclass(frozen=True)
-class Masters:
-    """Copies of 16-bit parameters in a larger dtype, which the local optimizer steps in their place.
-
-    Args:
-        dtype: the dtype of the copies. Only parameters of a smaller floating-point dtype get copies.
-        rounding: how new values are rounded to the parameters' dtype: one of ROUNDINGS. "stochastic" needs
-            copies in float32, and rounds to 16 bits.
-        seed: the seed of stochastic rounding.
-    Raises:
-        TypeError: `dtype` is not a torch.dtype.
-        ValueError: `dtype` is not floating-point, or `rounding` is unknown or does not fit `dtype`.
-    """
-
-    dtype: torch.dtype
-    rounding: str = "nearest"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"master_dtype={self.dtype!r} is no dtype: use torch.float32.")
-        if not self.dtype.is_floating_point:
-            raise ValueError(f"master_dtype={self.dtype} holds no floating-point numbers: use torch.float32.")
-        if self.rounding not in ROUNDINGS:
-            raise ValueError(f"unknown rounding {self.rounding!r}; choose one of {', '.join(ROUNDINGS)}.")
-        if self.rounding != "nearest" and self.dtype != torch.float32:
-            raise ValueError(
-                f"rounding={self.rounding!r} is for master_dtype=torch.float32, not {self.dtype}."
-            )
-
-    @classmethod
-    def of(cls, dtype: torch.dtype | None, rounding: str, seed: int) -> Masters | None:
-        """Make the Masters that the optimizer's arguments ask for; None for no copies."""
-        if dtype is None and rounding != "nearest":
-            raise ValueError(
-                f"rounding={rounding!r} rounds master copies, so it needs master_dtype=torch.float32."
-            )
-        return None if dtype is None else cls(dtype, rounding, seed)
-
-    def copies(self, param: torch.Tensor) -> bool:
-        """Return whether the parameter gets a copy."""
-        return param.is_floating_point() and param.itemsize < self.dtype.itemsize
-
-    def rounded(self, copy: torch.Tensor, dtype: torch.dtype, first: int) -> torch.Tensor:
-        """Round the values of a copy to the parameter's dtype; its slice begins at element `first`."""
-        if self.rounding == "nearest" or dtype.itemsize != 2:
-            return copy.to(dtype)
-        into = torch.empty_like(copy, dtype=dtype)
-        round_stochastically(copy, into, seed=self.seed, first=first)
-        return into

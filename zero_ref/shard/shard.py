@@ -27,7 +27,6 @@ from zero_ref.shard.local_state import LocalStates, StateOfParameters
 from zero_ref.shard.merged import CONTAINERS
 from zero_ref.shard.offload import StatePlace
 from zero_ref.shard.owned import MASTER, Copies, OwnedSlice, own_slices
-from zero_ref.shard.rounding import Masters
 from zero_ref.shard.stepper import Casts, GradientSource, Parts, Steppers
 
 logger = logging.getLogger("zero_ref.optimizer")
@@ -42,7 +41,7 @@ class Shard:
         groups: for each parameter group the options that the user gave.
         optimizer_class, defaults: the class of the local optimizer, and the options of its constructor.
         merge: step adjacent small parameters as one tensor, if their optimizer is elementwise.
-        masters: the copies to step in place of 16-bit parameters; None for no copies.
+        master_dtype: the dtype of the copies that are stepped in place of smaller parameters; None for none.
         place: the place of values and state; None for the parameters' own devices.
 
     Attributes:
@@ -61,11 +60,11 @@ class Shard:
         defaults: Mapping[str, Any],
         *,
         merge: bool,
-        masters: Masters | None = None,
+        master_dtype: torch.dtype | None = None,
         place: StatePlace | None = None,
     ) -> None:
-        self.rank, self.masters, self.place_of_state = rank, masters, place
-        self.owned = own_slices(built.partition.slices_of_rank[rank], built.params, masters, place)
+        self.rank, self.master_dtype, self.place_of_state = rank, master_dtype, place
+        self.owned = own_slices(built.partition.slices_of_rank[rank], built.params, master_dtype, place)
         local = self._by_group(built, len(groups))
         self.optim = optimizer_class(
             [{**given, "params": params} for given, params in zip(groups, local, strict=True)], **defaults
@@ -170,7 +169,7 @@ class Shard:
     ) -> list[OwnedSlice]:
         """Make the slices that this rank would own under another partition, from slice `first` on."""
         pieces = partition.slices_of_rank[self.rank][first:]
-        return own_slices(pieces, params, self.masters, self.place_of_state, self._kept)
+        return own_slices(pieces, params, self.master_dtype, self.place_of_state, self._kept)
 
     @property
     def _kept(self) -> dict[Slice, torch.Tensor]:
@@ -204,7 +203,7 @@ class Shard:
         """Find the slices that are copies, and make the steppers."""
         built = self.built
         self._devices = [own.local.device for own in self.owned]
-        self.copies = Copies(self.owned, self.masters, self.place_of_state)
+        self.copies = Copies(self.owned, self.place_of_state)
         self.steppers = Steppers(
             self.owned,
             self.copies,

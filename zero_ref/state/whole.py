@@ -22,7 +22,7 @@ from zero_ref.shard.built import Built
 from zero_ref.shard.checks import facts_of_options
 from zero_ref.shard.groups import ParamGroup, params_of, replace_options
 from zero_ref.shard.local_class import is_known, keys_beside_state
-from zero_ref.shard.owned import MASTER
+from zero_ref.shard.owned import MASTER, local_dtype
 from zero_ref.shard.shard import Shard
 from zero_ref.state import checkpoint
 from zero_ref.state.entries import State, pack
@@ -145,10 +145,10 @@ class WholeState:
             The state by parameter number, on the CPU. None if a class that is not torch's makes state, which
             may depend on the values of parameters: then it has to be gathered.
         """
-        masters = self.zero.shard.masters
+        master_dtype = self.zero.shard.master_dtype
 
         def stand_in(param: torch.Tensor) -> torch.Tensor:
-            dtype = masters.dtype if masters is not None and masters.copies(param) else param.dtype
+            dtype = local_dtype(param, master_dtype)
             return torch.empty_like(param, dtype=dtype, device="cpu", requires_grad=param.requires_grad)
 
         try:
@@ -184,9 +184,9 @@ class WholeState:
             # A schedule-free optimizer steps after `train()`.
             getattr(optim, "train", lambda: None)()
             optim.step()
-        masters = self.zero.shard.masters
+        master_dtype = self.zero.shard.master_dtype
         return [
-            [*optim.state.get(small, {}), *[MASTER] * (masters is not None and masters.copies(param))]
+            [*optim.state.get(small, {}), *[MASTER] * (local_dtype(param, master_dtype) != param.dtype)]
             for small, param in zip(params_of(optim.param_groups), self.zero.current().params, strict=True)
         ]
 
