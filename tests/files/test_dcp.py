@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, fully_shard
@@ -332,28 +334,43 @@ def gets_and_sets() -> list[tuple[list[Snapshot], bool]]:
     return results
 
 
-def sets_without_keys(state: Any) -> list[str]:
-    """Return the errors of torch's function after a step, and once all ranks have gathered the state."""
+BARE_OPTIONS: list[dict[str, Any]] = [
+    {"full_state_dict": True},
+    {"full_state_dict": True, "broadcast_from_rank0": True},
+    {"flatten_optimizer_state_dict": True},
+]
+
+
+def sets_without_keys() -> list[list[str]]:
+    """Return the errors of torch's function before any step, after one, and once all ranks have the state."""
     model, optimizer = ours()
+    reference = Parts()
+    plain_optimizer = AdamW(groups(reference))
+    steps(reference, plain_optimizer, range(2))
+
+    def said() -> list[str]:
+        of_options = []
+        for options in BARE_OPTIONS:
+            chosen = StateDictOptions(strict=False, **options)
+            state = get_optimizer_state_dict(reference, plain_optimizer, options=chosen)
+            mine = {} if "broadcast_from_rank0" in options and optimizer.rank else state
+            of_options.append(
+                caught(partial(set_optimizer_state_dict, model, optimizer, mine, options=chosen))
+            )
+        return of_options
+
+    before_any_step = said()
     steps(model, optimizer, range(2))
-    said = []
-    for is_gathered in (False, True):
-        for options in ({}, {"broadcast_from_rank0": True}):
-            if is_gathered:
-                optimizer.consolidate_state_dict("all")
-            mine = state if optimizer.rank == 0 or not options else {}
-            full = StateDictOptions(full_state_dict=True, strict=False, **options)
-            said.append(caught(partial(set_optimizer_state_dict, model, optimizer, mine, options=full)))
-    return said
+    after_a_step = said()
+    optimizer.consolidate_state_dict("all")
+    return [before_any_step, after_a_step, [said()[0]]]
 
 
 def test_where_torch_asks_for_keys_that_no_rank_has_the_error_names_the_way() -> None:
-    for *without, one, another in run(sets_without_keys, 3, plain()[1]):
-        assert len(without) == 2
-        assert all(
-            "zero_ref.OptimizerToLoad(optimizer) to set_optimizer_state_dict" in said for said in without
-        )
-        assert (one, another) == ("nothing", "nothing"), "all have the whole, and so its keys"
+    for before_any_step, after_a_step, of_gathered in run(sets_without_keys, 3):
+        for said in (*before_any_step, *after_a_step):
+            assert "zero_ref.StatefulOptimizer" in said
+        assert of_gathered == ["nothing"], "all have the whole, and so its keys"
 
 
 def equal(found: Any, expected: Any) -> bool:
@@ -401,21 +418,100 @@ def test_a_whole_state_from_here_goes_on_under_fully_shard() -> None:
         assert_same(trained, rest, "a whole state")
 
 
-def before_any_step() -> tuple[bool, int, bool]:
-    """On a rank that owns nothing too, torch's functions must not step the optimizer by themselves."""
+def on_a_rank_that_owns_nothing() -> tuple[list[str], list[tuple[bool, int, int]], list[Any], list[Snapshot]]:
+    """Return the errors where no rank has the whole state, what `state` has, the whole states, the steps."""
     model, optimizer = ours(partition=[[*range(9)], []])
-    empty = get_optimizer_state_dict(model, optimizer)
+    said, held, states = [], [], []
+
+    def get() -> None:
+        states.append(get_optimizer_state_dict(model, optimizer))
+
+    def look() -> None:
+        held.append((bool(optimizer.state), len(optimizer.state), len([*optimizer.state])))
+
+    look()
+    said.append(caught(get))
     set_optimizer_state_dict(model, optimizer, middle()[1], options=StateDictOptions(strict=False))
+    said.append(caught(get))
+    look()
+    for which in (range(2, 3), range(3, 4)):
+        trained = steps(with_values(model) if which[0] == 2 else model, optimizer, which)
+        optimizer.zero_grad()
+        said.append(caught(get))
+        optimizer.consolidate_state_dict("all")
+        get()
+    return said, held, states, trained
+
+
+def test_torchs_functions_say_on_all_ranks_alike_what_they_can_give_and_step_nothing() -> None:
+    """They step an optimizer without state: a rank that owns nothing would step alone, and wait."""
+    rest, _ = plain()
+    reference = with_values(Parts())
+    plain_optimizer = AdamW(groups(reference))
+    set_optimizer_state_dict(reference, plain_optimizer, middle()[1], options=StateDictOptions(strict=False))
+    for rank, (said, held, states, trained) in enumerate(run(on_a_rank_that_owns_nothing, 2)):
+        assert len(said) == 4
+        assert all("zero_ref.StatefulOptimizer" in one for one in said), said
+        assert held == [(False, 0, 0), [(True, 6, 6), (False, 0, 0)][rank]]
+        assert_same(trained, rest[1:], "no step but the program's")
+        assert len(states) == 2
+    for step, state in zip(range(2, 4), states, strict=True):
+        steps(reference, plain_optimizer, range(step, step + 1))
+        assert equal(state, get_optimizer_state_dict(reference, plain_optimizer))
+
+
+class App:
+    """The Stateful class of torch's tutorial on distributed checkpoints."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, gathers: bool) -> None:
+        self.model, self.optimizer, self.gathers = model, optimizer, gathers
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.gathers and isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.consolidate_state_dict("all")
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        )
+
+
+def linear(optimizer_class: Any = AdamW) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    model = filled(nn.Linear(3, 2))
+    return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=0.1)
+
+
+def as_in_the_tutorial(path: Path, gathers: bool) -> tuple[list[str], bool]:
+    """Save and load by the class; return the errors, and whether the state came back in the end."""
+    model, optimizer = linear()
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    said = [caught(partial(dcp.save, {"app": App(model, optimizer, gathers)}, checkpoint_id=path))]
+    other, again = linear()
+    load = partial(dcp.load, {"app": App(other, again, gathers)}, checkpoint_id=path)
+    said.append(caught(load))
+    if not gathers:
+        return said, False
+    # Once the optimizer has stepped, its state has the keys that torch reads.
+    other(torch.zeros(3)).sum().backward()
+    again.step()
+    said.append(caught(load))
     optimizer.consolidate_state_dict("all")
-    whole_one = get_optimizer_state_dict(model, optimizer)
-    return empty["state"] == {}, len(optimizer.state), len(whole_one["state"]) == 6
+    again.consolidate_state_dict("all")
+    return said, equal(again.state_dict(), optimizer.state_dict())
 
 
-def test_torchs_functions_do_not_step_an_optimizer_to_see_its_state() -> None:
-    for rank, (was_empty, kept, is_whole) in enumerate(run(before_any_step, 2)):
-        assert was_empty
-        assert is_whole
-        assert kept == [6, 0][rank]
+@pytest.mark.parametrize("gathers", [True, False])
+def test_the_class_of_torchs_tutorial_never_loads_moments_of_zero_in_silence(
+    tmp_path: Path, gathers: bool
+) -> None:
+    for said, is_equal in run(as_in_the_tutorial, 2, tmp_path, gathers):
+        refused = ["zero_ref.StatefulOptimizer" in one for one in said]
+        assert refused == ([False, True, False] if gathers else [True, True]), said
+        assert is_equal == gathers
 
 
 # ----------------------------------------------------------------------------------------------------- FSDP1

@@ -32,7 +32,6 @@ from zero_ref.dropin.oss import OSS
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
-from zero_ref.shard.local_state import LocalStates
 
 StateOf = Callable[[Any], Any]
 SOME_MODES: list[tuple[Any, bool]] = [("sorted_greedy", True), ("even", False)]
@@ -307,16 +306,57 @@ def test_what_was_gathered_is_no_longer_the_state_once_that_was_replaced() -> No
     virtual.run(on_rank, 2)
 
 
-def test_a_copy_of_a_local_state_is_a_plain_one() -> None:
+@pytest.mark.parametrize("partition", ["sorted_greedy", "even", [[0, 1], []]])
+def test_truth_length_items_membership_and_lookup_agree(partition: Any) -> None:
+    def agrees(state: Any, params: list[nn.Parameter]) -> int:
+        keys = [*state]
+        assert bool(state) == bool(keys)
+        assert len(state) == len(keys) == len(state.items())
+        assert all(key in state and len(state[key]) == 3 for key in keys)
+        for param in params:
+            assert (param in state) == (state.get(param) is not None)
+        return len(keys)
+
+    def on_rank(comm: Collectives) -> tuple[int, int]:
+        params, zero = stepped(comm, partition)
+        found = agrees(zero.state, params)
+        assert found == agrees(zero.optim.state, params) == sum(param in zero.state for param in params)
+        kept = {param: dict(of_param) for param, of_param in zero.state.items()}
+        popped = [zero.state.pop(param, None) for param in params]
+        assert [one for one in popped if one is not None] == [*kept.values()]
+        return found, agrees(zero.state, params)
+
+    found = virtual.run(on_rank, 2)
+    assert found == [(one, 0) for one, _ in found]
+    assert sum(one for one, _ in found) == (3 if partition == "even" else 2)
+
+
+def test_masters_alone_are_no_state_of_the_class() -> None:
     def on_rank(comm: Collectives) -> None:
-        _, zero = stepped(comm, "sorted_greedy")
-        assert isinstance(zero.optim.state, LocalStates)
-        for copied in (copy.deepcopy(zero.optim.state), pickle.loads(pickle.dumps(zero.optim.state))):
-            assert type(copied) is defaultdict
-            assert len(copied) == 1
-            assert copied[nn.Parameter(torch.ones(1))] == {}
+        params = [nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2)]
+        zero = ZeroRedundancyOptimizer(params, optim.SGD, comm, master_dtype=torch.float32, lr=0.1)
+        fill_gradients(params, 0, comm.world_size, comm)
+        zero.step()
+        zero.consolidate_state_dict("all")
+        zero.load_state_dict(zero.state_dict())
+        assert not zero.state
 
     virtual.run(on_rank, 2)
+
+
+def test_a_copy_of_a_state_is_a_plain_one() -> None:
+    def on_rank(comm: Collectives, partition: str) -> None:
+        _, zero = stepped(comm, partition)
+        for state in (zero.state, zero.optim.state):
+            for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+                assert type(copied) is defaultdict
+                assert len(copied) == len(state) > 0
+                for of_copy, of_state in zip(copied.values(), state.values(), strict=True):
+                    assert torch.equal(of_copy["exp_avg"], of_state["exp_avg"])
+                assert copied[nn.Parameter(torch.ones(1))] == {}
+
+    for partition in ("sorted_greedy", "even"):
+        virtual.run(on_rank, 2, partition)
 
 
 # ------------------------------------------------------------------------------------------- parameter groups

@@ -237,6 +237,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             all-gather of 32 bytes. So does the first step with new parameters, which reads all of them to
             compare start values. Nothing is sent if backward has made the update (`overlap_with_ddp`).
         """
+        # torch.distributed.checkpoint steps what has no state; a rank that owns nothing would step alone.
+        if closure is None and not torch.is_grad_enabled() and self.whole.is_to_be_made():
+            return None
+
         # After an ordinary backward all ranks have whole gradients, and there is nothing to check. If hooks
         # have reduced the gradients, check them first; a hook may even have made the update.
         noted = None
@@ -467,7 +471,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """This rank's part of the state, by parameter; it may be changed in place, or replaced.
 
         The state of a parameter that is cut is a `SliceState`, which has the range of its elements.
-        Parameters of other ranks have no state here. Call `consolidate_state_dict` after a change.
+        Parameters of other ranks have no state here: on a rank that owns nothing, `state` is empty and false.
+        Call `consolidate_state_dict` after a change.
 
         Raises:
             KeyError: this rank has no state of that parameter.

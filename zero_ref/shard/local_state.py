@@ -148,7 +148,7 @@ class LocalStates(dict[Any, Any]):
 
     def __contains__(self, key: object) -> bool:
         if self._is_not_stepped(key):
-            return any(dict.get(self, own.local) for own in self.owned[key])
+            return any(super(LocalStates, self).__contains__(own.local) for own in self.owned[key])
         return super().__contains__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -186,17 +186,14 @@ class LocalStates(dict[Any, Any]):
 
 
 class StateOfParameters(MutableMapping[Any, Any]):
-    """This rank's part of an optimizer's state, by parameter. Its truth value is always True, even if empty.
+    """This rank's part of an optimizer's state, by parameter: a view of `LocalStates`.
 
-    torch.distributed.checkpoint takes an optimizer with an empty state for one that was never stepped, and
-    steps it. A rank that owns nothing would do so alone.
+    It has the parameters of which this rank has state. On a rank that owns nothing it is empty, and false,
+    while other ranks have a state.
     """
 
     def __init__(self, states: LocalStates) -> None:
         self.states = states
-
-    def __bool__(self) -> bool:
-        return True
 
     def __getitem__(self, key: Any) -> Any:
         if key in self.states:
@@ -220,3 +217,11 @@ class StateOfParameters(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        # The mixin's would return a SliceState, whose entries are gone once they are deleted.
+        return self.states.pop(key, *default) if key in self else super().pop(key, *default)
+
+    def __reduce__(self) -> Any:
+        # A copy is a plain one.
+        return defaultdict, (dict,), None, None, ((key, dict(of_param)) for key, of_param in self.items())

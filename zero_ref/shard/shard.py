@@ -365,7 +365,10 @@ class Shard:
             if self.place_of_state is not None:
                 self.place_of_state.keep(self.optim.state.get(own.local, {}), own.local)
             # Remove the key even without a copy: the state may be from an optimizer that had copies.
-            values = self.optim.state.get(own.local, {}).pop(MASTER, None)
+            of_slice = self.optim.state.get(own.local, {})
+            values = of_slice.pop(MASTER, None)
+            if not of_slice:
+                self.optim.state.pop(own.local, None)
             if own.is_copy:
                 own.local.copy_(own.window if values is None or not own.is_master else values)
                 self._used |= {own.piece.param} if values is not None and own.is_master else set()

@@ -28,6 +28,11 @@ from zero_ref.state import checkpoint
 from zero_ref.state.entries import State, pack
 from zero_ref.state.gather import consolidate
 
+FOR_DCP = (
+    "Give zero_ref.StatefulOptimizer to torch.distributed.checkpoint in place of get_state_dict, and "
+    "zero_ref.OptimizerToLoad(optimizer) to set_optimizer_state_dict."
+)
+
 _ONE_AT_A_TIME = threading.Lock()  # set_stance is global, and virtual ranks are threads
 
 
@@ -93,6 +98,7 @@ class WholeState:
         self.zero: Zero = weakref.proxy(zero)
         self.gathered: State | None = None
         self._was_replaced = False  # the state was loaded or assigned, or a method has changed it
+        self._is_to_be_made = False  # torch.distributed.checkpoint takes the state as not yet made
 
     def note_change(self) -> None:
         """Note that other than by an update, the state has become another one than the constructor made."""
@@ -116,19 +122,43 @@ class WholeState:
             packed = pack(zero.shard.owned, zero.shard.state)
         self.gathered = consolidate(zero.collectives, to, built.params, packed)
 
+    def is_to_be_made(self) -> bool:
+        """Return whether a step without gradient mode is torch.distributed.checkpoint's, to make a state.
+
+        Its functions step an optimizer without state, with learning rates and gradients of zero, to have the
+        state's keys. Ranks without state would do so while others, which have some, do not. So that step does
+        nothing here; `as_gathered` and a load, which follow on all ranks, say or do what all ranks can.
+        """
+        zero = self.zero
+        self._is_to_be_made = (
+            not zero.shard.states
+            and not any(group.get("lr", 0) for group in zero.param_groups)
+            and all(
+                param.grad is not None and param.grad.layout is torch.strided and not param.grad.any()
+                for param in params_of(zero.param_groups)
+                if param.requires_grad
+            )
+        )
+        return self._is_to_be_made
+
     def as_gathered(self) -> dict[str, Any]:
         """The gathered state as a state dict, before hooks: `ZeroRedundancyOptimizer.state_dict`."""
         rank, whole = self.zero.collectives.rank, self.gathered
+        must_be_made, self._is_to_be_made = self._is_to_be_made, False
         if whole is None and not self._was_replaced and not self.zero.accord.updates:
             whole = self._constructed()
+        if must_be_made and whole == {} and any(self.keys()):
+            # Without keys torch would load no state, and say nothing.
+            raise RuntimeError(
+                f"rank {rank}: the optimizer has no state yet, and no rank would have all of it. {FOR_DCP}"
+            )
         if whole is None:
             raise RuntimeError(
                 f"rank {rank}: the optimizer state is spread over {self.zero.collectives.world_size} ranks "
                 "and has not been gathered on this one since the last step. Call "
                 f"consolidate_state_dict({rank}) on all ranks, or state_dict() only on the rank "
                 "onto which it was gathered. Options, such as lr, are in optimizer.param_groups at any time. "
-                "Give zero_ref.StatefulOptimizer to torch.distributed.checkpoint in place of get_state_dict, "
-                "and zero_ref.OptimizerToLoad(optimizer) to set_optimizer_state_dict."
+                f"{FOR_DCP}"
             )
         return {
             "state": {param: dict(state) for param, state in whole.items()},
