@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, product
 from numbers import Real
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from zero_ref.comm import devices
+from zero_ref.comm.backend import as_collectives
 from zero_ref.lab import ranks
 from zero_ref.simulator import spread
 from zero_ref.simulator.activations import CHECKPOINTING
@@ -22,7 +29,6 @@ from zero_ref.simulator.play import play
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
 from zero_ref_course import Answer, exercise, shown
-from zero_ref_course.calibration import NoRateError, fit, time_collectives
 from zero_ref_course.predictions import prediction
 
 Point = tuple[float, float]
@@ -227,18 +233,44 @@ def fit_link(answer: Answer) -> str:
 
 
 def _messages_and_link(rounds: int = 5, attempts: int = 3) -> tuple[list[Point], Link]:
-    """Time broadcasts between two real ranks; return the points, and a link fitted to them.
+    """Time broadcasts between two real ranks; return the points, and the line with the least error.
 
     On a busy machine large messages may take no longer than small ones: then more are sent.
     """
-    timed = ranks.run(time_collectives, 2, SIZES[:6], rounds, ("broadcast",))[0]
-    real = [(float(one.amount), one.ms) for one in timed]
-    try:
-        return real, fit(timed).link
-    except NoRateError:
-        if attempts <= 1:
-            raise
-    return _messages_and_link(2 * rounds, attempts - 1)
+    points = ranks.run(_time_broadcasts, 2, SIZES[:6], rounds)[0]
+    lines = [_line(*pair) for pair in combinations(points, 2) if pair[0][0] != pair[1][0]]
+    links = [Link(latency_us, gb_per_s) for latency_us, gb_per_s in lines if latency_us >= 0 < gb_per_s]
+    if not links and attempts > 1:
+        return _messages_and_link(2 * rounds, attempts - 1)
+    return points, min(links, key=lambda link: _mean_error(link, points))
+
+
+def _time_broadcasts(sizes: Sequence[int], rounds: int) -> list[Point]:
+    """Time a broadcast of each size, from when the last rank begins until the last one is done.
+
+    Collective: all ranks of the default group. They are processes of one machine, so they read the same
+    clock. Each size is sent once before it is timed.
+    """
+    comm, points = as_collectives(None), []
+    for number, nbytes in product(range(rounds + 1), sizes):
+        message = torch.ones(nbytes // 4, device=ranks.device())
+        dist.barrier()
+        start = time.perf_counter()
+        comm.broadcast(message, 0).wait()
+        devices.synchronize()
+        ends = torch.tensor([start, time.perf_counter()], dtype=torch.float64, device=ranks.device())
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+        last_start, last_end = ends.tolist()
+        if number:
+            points.append((float(nbytes), 1e3 * (last_end - last_start)))
+    return points
+
+
+def _line(first: Point, second: Point) -> tuple[float, float]:
+    """Latency in microseconds and GB/s of the line through two points; 0 GB/s if it does not rise."""
+    (small, ms), (large, longer_ms) = sorted([first, second])
+    slope = (longer_ms - ms) / (large - small)
+    return 1e3 * (ms - slope * small), 1e-6 / slope if slope > 0 else 0.0
 
 
 def _fitted(answer: Answer, points: Sequence[Point]) -> Link:

@@ -98,25 +98,6 @@ def test_volume_is_drawn_in_models_and_curves_that_end_alike_share_a_number() ->
 
 # ------------------------------------------------------------------------------------------------- judgement
 
-ROWS = [
-    ("all_reduce", "1 MB", 1.0, 1.1),
-    ("all_reduce", "64 MB", 40.0, 32.0),  # 25% too much: still close
-    ("broadcast", "1 kB", 0.1, 0.2),
-]
-
-
-def test_a_scatter_counts_what_is_close_and_rings_what_is_not() -> None:
-    ax = drawn(lambda ax: plots.scatter(ROWS, ax), height=4.5)
-    assert ax.get_title(loc="left") == "2 of 3 predictions within 25% of their measurement"
-    ringed = [line.get_label() for line in ax.lines if line.get_markeredgecolor() == ALARM]
-    assert ringed == ["broadcast: 1 kB"]
-    (point,) = lines_of(ax, "all_reduce: 64 MB")
-    assert (point.get_xdata()[0], point.get_ydata()[0]) == (32, 40)
-    colours = {line.get_label(): line.get_color() for line in ax.lines}
-    assert colours["all_reduce: 1 MB"] == colours["all_reduce: 64 MB"] != colours["broadcast: 1 kB"]
-    stricter = drawn(lambda ax: plots.scatter(ROWS, ax, band=0.1))
-    assert stricter.get_title(loc="left") == "1 of 3 predictions within 10% of their measurement"
-
 
 def variation(factor: str, scale: float, first_ms: float, second_ms: float, usual: str = "A") -> Variation:
     winner = "A" if first_ms < second_ms else "B"
@@ -155,9 +136,6 @@ def test_a_factor_that_changes_the_winner_is_red_and_others_are_not() -> None:
             "same numbers",
         ),
         (lambda ax: plots.memory_items({"a": {}}, chosen="b"), "none named 'b'"),
-        (lambda ax: plots.scatter([], ax), "1 to 7 kinds"),
-        (lambda ax: plots.scatter(ROWS, ax, band=1.5), "between 0 and 1"),
-        (lambda ax: plots.scatter([("send", "1 B", 0.0, 1.0)], ax), "send 1 B: 0 and 1 ms"),
         (lambda ax: plots.sensitivity([], ax), "one or more"),
         (lambda ax: plots.sensitivity([variation("latency", 1, 0, 1)], ax), "above 0"),
         (lambda ax: plots.panels([]), "at least one panel"),
@@ -194,8 +172,6 @@ PICTURES: dict[str, Plot] = {
     "volume_against_ranks, one number of ranks": lambda ax: plots.volume_against_ranks(
         {"ddp": {8: 1.75}}, ax
     ),
-    "scatter": lambda ax: plots.scatter(ROWS, ax),
-    "scatter, one point": lambda ax: plots.scatter(ROWS[:1], ax),
     "sensitivity": lambda ax: plots.sensitivity(
         [variation(name, s, 10, 10.5 + i * s) for i, name in enumerate(FACTORS) for s in (0.5, 1, 2)], ax
     ),

@@ -23,7 +23,7 @@ When it happens: `timeline`, `stages_timeline`. What moves to other ranks: `resh
 `file_reads`.
 What a simulation says: `memory_curve`, `memory_over_time`, `step_time_against_ranks`,
 `volume_against_ranks`, `memory_against_ranks`, `memory_items`.
-How far it can be trusted: `scatter`, `sensitivity`.
+How far it can be trusted: `sensitivity`.
 What to choose: `decision_tree`.
 How gradients go to shards: `gradient_memory`, `reductions_against_ranks`, `hybrid_groups`.
 What clipping does: `norms_together`.
@@ -34,7 +34,7 @@ What lives on which worker: `ownership`, with a `Crossing` for each thing that i
 from zero_ref.lab.plots._buckets import flat_layout, message_times
 from zero_ref.lab.plots._bytes import ledger_stages, memory_by_rank
 from zero_ref.lab.plots._drift import agreement, drift
-from zero_ref.lab.plots._judged import scatter, sensitivity
+from zero_ref.lab.plots._judged import sensitivity
 from zero_ref.lab.plots._map import shard_map
 from zero_ref.lab.plots._norms import norms_together
 from zero_ref.lab.plots._ownership import Crossing, ownership
@@ -91,7 +91,6 @@ __all__ = [
     "gradient_memory",
     "reductions_against_ranks",
     "hybrid_groups",
-    "scatter",
     "sensitivity",
     "drift",
     "agreement",

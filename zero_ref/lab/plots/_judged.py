@@ -1,146 +1,18 @@
-"""Pictures of a simulation's errors: predicted against measured, and what would change a conclusion."""
+"""Pictures that judge a comparison: what would change its conclusion."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backend_bases import RendererBase
-from matplotlib.text import Text
-from matplotlib.ticker import FixedLocator, LogLocator
-from matplotlib.transforms import Bbox
+from matplotlib.ticker import FixedLocator
 
-from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, numbered, write_beside
+from zero_ref.lab.plots._style import bare, in_style, numbered, write_beside
 from zero_ref.live.numbers import short
-from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER, SERIES_COLOURS
+from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER
 from zero_ref.simulator.sensitivity import Variation
-
-
-@in_style
-def scatter(
-    rows: Sequence[tuple[str, str, float, float]], ax: Axes, *, band: float = 0.25, unit: str = "ms"
-) -> Axes:
-    """Predictions against measurements on logarithmic axes, with a band of what counts as close.
-
-    On the line a prediction equals its measurement. Those outside the band are ringed in red and named; the
-    others are named where there is room.
-
-    >>> from zero_ref.lab.plots import figure
-    >>> fig, ax = figure(6, 4.5)
-    >>> rows = [("all_reduce", "1 MB", 1.0, 1.1), ("all_reduce", "64 MB", 40.0, 43.0),
-    ...         ("broadcast", "1 kB", 0.1, 0.2)]
-    >>> scatter(rows, ax).get_title("left")
-    '2 of 3 predictions within 25% of their measurement'
-
-    Args:
-        rows: (kind, name, predicted, measured); a colour for each kind.
-        band: how far from its measurement a prediction may be, as a share of it.
-        unit: of all numbers.
-    Raises:
-        ValueError: there is no row, there are more than 7 kinds, a number is not above 0, or the band is not
-            between 0 and 1.
-    """
-    kinds = list(dict.fromkeys(kind for kind, _, _, _ in rows))
-    if not 0 < len(kinds) <= len(SERIES_COLOURS) or not 0 < band < 1:
-        raise ValueError(
-            f"{len(rows)} rows of {len(kinds)} kinds, band {band:g}: give 1 to {len(SERIES_COLOURS)} kinds "
-            "and a band between 0 and 1."
-        )
-    for kind, name, predicted, measured in rows:
-        if min(predicted, measured) <= 0:
-            raise ValueError(f"{kind} {name}: {predicted:g} and {measured:g} {unit}; both must be above 0.")
-    colours = dict(zip(kinds, SERIES_COLOURS))
-    values = [value for _, _, *pair in rows for value in pair]
-    low, high = min(values) / 1.6, max(values) * 1.6
-    ends = [low, high]
-    ax.fill_between(
-        ends,
-        [(1 - band) * end for end in ends],
-        [(1 + band) * end for end in ends],
-        color=FAINT,
-        alpha=0.6,
-        linewidth=0,
-        label="band",
-    )
-    ax.plot(ends, ends, color=MUTED, linewidth=1.1, label="equal")
-    far_off = [abs(predicted - measured) > band * measured * (1 + 1e-9) for _, _, predicted, measured in rows]
-    for (kind, name, predicted, measured), off in zip(rows, far_off):
-        edge = {"markeredgecolor": ALARM, "markeredgewidth": 2} if off else {"markeredgecolor": PAPER}
-        ax.plot([measured], [predicted], "o", color=colours[kind], ms=8, label=f"{kind}: {name}", **edge)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_xlim(low, high)
-    ax.set_ylim(low, high)
-    ordered = sorted(zip(far_off, rows), key=lambda row: not row[0])
-    ax.add_artist(
-        _RoomyLabels(
-            [
-                (measured, predicted, name, ALARM if off else colours[kind])
-                for off, (kind, name, predicted, measured) in ordered
-            ]
-        )
-    )
-    bare(ax)
-    subs = (1.0,) if high > 50 * low else (1.0, 2.0, 5.0)
-    for axis in (ax.xaxis, ax.yaxis):
-        numbered(axis, lambda value: f"{short(value)} {unit}", LogLocator(subs=subs))
-    ax.set_xlabel("measured")
-    ax.set_ylabel("predicted")
-    colour_key(ax, colours)
-    within = len(rows) - sum(far_off)
-    noun = "prediction" if len(rows) == 1 else "predictions"
-    whose = "its" if len(rows) == 1 else "their"
-    ax.set_title(
-        f"{within} of {len(rows)} {noun} within {band:.0%} of {whose} measurement",
-        pad=30 if len(kinds) <= 4 else 46,
-        color=INK if within == len(rows) else ALARM,
-    )
-    return ax
-
-
-class _RoomyLabels(Artist):
-    """Names beside points, as far as they have room: the first ones first, none on another or on a point.
-
-    Decided when drawn, because only then is known how large things are on paper.
-    """
-
-    def __init__(self, points: Iterable[tuple[float, float, str, str]]) -> None:
-        super().__init__()
-        self.points = list(points)
-        self.shown: list[str] = []
-        self.set_in_layout(False)
-        self.set_zorder(5)
-
-    def draw(self, renderer: RendererBase) -> None:
-        assert self.axes is not None
-        inside = self.axes.get_window_extent(renderer)
-        away = float(renderer.points_to_pixels(7.0))  # type: ignore[arg-type]  # annotated for arrays only
-        at = [self.axes.transData.transform((x, y)) for x, y, _, _ in self.points]
-        taken = [Bbox.from_extents(x - away, y - away, x + away, y + away).padded(-0.3 * away) for x, y in at]
-        self.shown = []
-        for (x, y), (_, _, name, colour) in zip(at, self.points):
-            for ha, va, dx, dy in _SIDES:
-                text = Text(x + dx * away, y + dy * away, name, ha=ha, va=va, color=colour, fontsize=SMALL_PT)
-                text.set_figure(self.axes.figure)
-                extent = text.get_window_extent(renderer)
-                fits = inside.contains(*extent.min) and inside.contains(*extent.max)
-                if fits and not any(extent.overlaps(other) for other in taken):
-                    text.draw(renderer)
-                    taken.append(extent)
-                    self.shown.append(name)
-                    break
-
-
-_SIDES: tuple[tuple[Any, Any, float, float], ...] = (
-    ("left", "center_baseline", 1, 0),
-    ("right", "center_baseline", -1, 0),
-    ("center", "bottom", 0, 1),
-    ("center", "top", 0, -1),
-)
 
 
 @in_style
