@@ -20,7 +20,7 @@ CHANGED = {
         ("least_squares_without_the_worst", {CHOSEN: LEAST_SQUARES + WITHOUT_THE_WORST},
          r"The bandwidth is right and the latency is not"),
         ("no_latency",
-         {LATENCY: "0.0", BANDWIDTH: "1 / median(ms * 1e6 / nbytes for nbytes, ms in sorted(points)[-6:])"},
+         {LATENCY: "0.0", BANDWIDTH: "1 / fmean(ms * 1e6 / nbytes for nbytes, ms in sorted(points)[-6:])"},
          r"A message costs time before its first byte"),
         ("two_points",
          {"combinations(points, 2)": "[(min(points), max(points))]", "slope > 0 and start >= 0": "True"},
