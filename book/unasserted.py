@@ -13,7 +13,7 @@ A number is asserted if one of these holds:
   assert's names were made from. One with a unit or a ratio has to stand in the assert itself, in plain
   data under a name that the assert uses, or be given to a name that has the unit (`latency_us=10`). In
   the text of an exercise it may also stand in the stub, the solution or the grader.
-- On a page it stands in the page's test: tests/book/test_<page>.py, or a `test_<page>_...` in
+- On a page it stands in the page's test: test_<page>.py, in a folder of tests/, or a `test_<page>_...` in
   tests/book/test_pages_numbers.py.
 - A formula of numbers alone, with an equals sign, is computed: its sides have to be equal.
 - A number in the text of a link to the page of numbers stands on that page: so say what others published.
@@ -227,13 +227,12 @@ def of_notebook(path: Path) -> Iterator[Reading]:
 def of_page(path: Path) -> Reading:
     """Judge a page without cells against the page's own tests."""
     page = path.stem.lower()
-    own, shared = (ROOT / "tests" / "book" / f"test_{name}.py" for name in (page, "pages_numbers"))
-    tree = ast.parse((own if own.exists() else shared).read_text(encoding="utf-8"))
-    tests = (
-        tree.body
-        if own.exists()
-        else [node for node in tree.body if getattr(node, "name", "").startswith(f"test_{page}_")]
-    )
+    own = next((ROOT / "tests").rglob(f"test_{page}.py"), None)
+    shared = ROOT / "tests" / "book" / "test_pages_numbers.py"
+    tree = ast.parse((own or shared).read_text(encoding="utf-8"))
+    tests = tree.body
+    if own is None:
+        tests = [node for node in tree.body if getattr(node, "name", "").startswith(f"test_{page}_")]
     found = {literal for node in tests for literal in literals(node)}
     return judge(path.name, path.read_text(encoding="utf-8"), Asserted(found, found, {}))
 
