@@ -35,6 +35,9 @@ class Fact(str):
 KNOWN_TO = "known_to"
 """The attribute in which an exception lists the groups whose ranks have all raised for the same reason."""
 
+TOLD = "told"
+"""The attribute in which an exception has the error that another rank has told, as "Class: text"."""
+
 SAME_SLICES = (
     "`replicas` are the ranks that own the same slices in other groups, as along the other dimension of a "
     "DeviceMesh."
@@ -122,7 +125,9 @@ def _difference(
     """Give the error to raise: that a rank failed, or else that actions differ, or else that facts differ."""
     for rank, (their_action, their_failure, their_lines) in enumerate(of_ranks):
         if their_failure:
-            return RuntimeError(f"rank {mine}: rank {rank} could not {their_action}: {their_lines[0]}")
+            error = RuntimeError(f"rank {mine}: rank {rank} could not {their_action}: {their_lines[0]}")
+            vars(error)[TOLD] = their_lines[0]
+            return error
     for rank, (their_action, _, _) in enumerate(of_ranks):
         if their_action != action:
             return RuntimeError(

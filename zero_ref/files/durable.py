@@ -79,12 +79,7 @@ def open_regular(path: Path) -> IO[bytes]:
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path} is no regular file")
-    return open(path, "rb", buffering=0, opener=_without_waiting)
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    # A pipe may have replaced the file since it was looked at. On a regular file the flags have no effect.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+    return open(path, "rb", buffering=0)
 
 
 def read_regular(path: Path, limit: int) -> bytes:

@@ -78,7 +78,10 @@ class FlatSlices(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk(box) for box, _ in self._boxes()]
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+            for box, _ in self._boxes()
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return next(elements for box, elements in self._boxes() if box.offsets == index.offset)
@@ -93,11 +96,6 @@ class FlatSlices(torch.Tensor):
             # dcp.async_save makes a new tensor of the same size, and then gives it copies of the attributes.
             return FlatSlices(args[0].pieces, args[0].numel(), like=args[0])
         raise NotImplementedError(f"{func} needs the whole tensor, of which only a part is here.")
-
-
-def chunk(box: Box) -> ChunkStorageMetadata:
-    """Give a box in DCP's form."""
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
 def read_slices(reader: StorageReader, tensors: Mapping[str, FlatSlices], metadata: Metadata) -> None:

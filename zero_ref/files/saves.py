@@ -238,11 +238,6 @@ def saves_in(directory: Path) -> list[Save]:
     return sorted(filter(None, map(look_at, folders)))
 
 
-def last_number(directory: Path) -> int:
-    """The number of the newest save that has a mark, complete or not; 0 if there is none."""
-    return max((save.number for save in saves_in(directory) if save.mark), default=0)
-
-
 # ---------------------------------------------------------------------------------- to make and to remove
 
 
@@ -251,14 +246,15 @@ def new_save(directory: Path, ranks: int, owner: Mapping[str, Any]) -> tuple[Pat
 
     Its number is the next after all saves that have a mark.
     """
-    number = 1 + last_number(directory)
+    marked = (_FOLDER.fullmatch(mark.parent.name) for mark in directory.glob(f"*/{MARK}"))
+    number = 1 + max((int(match[1]) for match in marked if match), default=0)
     while True:
         folder = directory / name_of(number)
         try:
             folder.mkdir()
             break
         except FileExistsError:
-            number += 1  # The name is taken by a user's own folder, or by a save whose mark is damaged.
+            number += 1  # The name is taken by a user's own folder, or by one that a crash left unmarked.
     # Until the mark is written, a crash leaves an empty folder, which a later save removes.
     began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     mark = Mark(number, secrets.token_hex(16), ranks, began, dict(owner))

@@ -39,7 +39,7 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,14 +47,14 @@ from typing import Any
 
 import torch
 
-from zero_ref.comm.agreement import agree, agreement
+from zero_ref.comm.agreement import TOLD, agree, agreement
 from zero_ref.comm.collectives import Collectives
-from zero_ref.comm.objects import broadcast_json, gather_texts
+from zero_ref.comm.objects import broadcast_json
 from zero_ref.files.contents import Contents, LoadedShard, contents_of, ranges_to_save
 from zero_ref.files.durable import make_directory
 from zero_ref.files.save_owner import Ownership, become_owner
 from zero_ref.files.saves import DamagedError, new_save, remove_old
-from zero_ref.files.shard_files import Ranges, ShardReader, ShardWriter, Table, newest_intact
+from zero_ref.files.shard_files import Ranges, ShardReader, ShardWriter, newest_intact
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.buckets import Message, broadcast_messages, messages_by_parameter
 
@@ -303,8 +303,8 @@ def load_sharded(
     Collective: all ranks of the group.
     Cost: each rank reads 1/N of state and parameters, and receives the parameters that it does not own. Rank
         0 reads all tables, and broadcasts them. Until all ranks have everything, each has the parameters a
-        second time, on their device: call `zero_grad()` before, if memory is short. Three all-gathers of 32
-        bytes, one of 8.
+        second time, on their device: call `zero_grad()` before, if memory is short. Four all-gathers of 32
+        bytes.
     """
     optimizer.saves.finish()
     with optimizer.accord.reloading() if parameters else contextlib.nullcontext():
@@ -326,55 +326,47 @@ def _read_newest(
     comm = optimizer.collectives
     facts = [f"directory {path}", f"parameters={parameters}", f"save={save}"]
     agree(comm, "find a sharded checkpoint", facts)
-    # 2. They try one save after the other. Folder name -> what is damaged in it; the same on all ranks.
+    # They try one save after the other. Folder name -> what is damaged in it; the same on all ranks.
     skipped: dict[str, str] = {}
     while True:
-        folder, tables, skipped = _find_and_share(comm, path, save, skipped)
+        # 2. Rank 0 finds the save and reads its tables for all, so that N ranks need not open N files each.
+        found = None
+        with _raising_alike(comm, "read the tables of a checkpoint", FileNotFoundError, DamagedError):
+            if comm.rank == 0:
+                found = newest_intact(path, save, skipped)
+        name, tables, skipped = broadcast_json(comm, found, src=0)
+        folder = path / name
         optimizer.saves.damaged.update(path / name for name in skipped)
-        loaded, problem = None, ""
-        with agreement(comm, f"read the checkpoint {folder}"):
-            try:
-                loaded = LoadedShard(Contents(ShardReader(folder, tables)), optimizer, parameters)
-            except DamagedError as error:
-                # Do not raise: an older save may be intact.
-                problem = str(error)
-        # Damage in the data is seen only by the rank that reads them, so each rank tells the others.
-        if not (problem := next(filter(None, gather_texts(comm, problem)), "")):
-            assert loaded is not None
-            if skipped:
-                found = "; ".join(skipped.values())
-                warnings.warn(f"loading {folder}, since newer ones are damaged: {found}", stacklevel=4)
-            return folder, loaded
-        skipped[folder.name] = problem
-        optimizer.saves.damaged.add(folder)
-
-
-_KINDS = (FileNotFoundError, OSError, ValueError, RuntimeError)
-"""The errors of which rank 0 tells the others, by number in this order; a subclass before its base class."""
-
-
-def _find_and_share(
-    comm: Collectives, path: Path, save: int | str | None, skipped: dict[str, str]
-) -> tuple[Path, list[Table], dict[str, str]]:
-    """Find the newest intact save on rank 0, and broadcast its folder and tables. Collective.
-
-    Only rank 0 opens the tables, so that N ranks need not open N files each.
-
-    Args, Returns, Raises: as `newest_intact`, on all ranks.
-    """
-    found: dict[str, Any] = {}
-    if comm.rank == 0:
+        # 3. Each rank reads its part. Damage in the data is seen only by the rank that reads them.
         try:
-            folder_name, tables, damaged = newest_intact(path, save, skipped)
-            found = {"folder": folder_name, "tables": tables, "damaged": damaged}
-        except Exception as error:
-            kind = next((n for n, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1)
-            found = {"error": str(error), "kind": kind}
-    # Not by `agree`: here all ranks raise the same kind of error, so a script can catch it and start anew.
-    found = broadcast_json(comm, found, src=0)
-    if "error" in found:
-        raise _KINDS[found["kind"]](found["error"])
-    return path / found["folder"], found["tables"], found["damaged"]
+            with _raising_alike(comm, f"read the checkpoint {folder}", DamagedError):
+                loaded = LoadedShard(Contents(ShardReader(folder, tables)), optimizer, parameters)
+        except DamagedError as error:
+            # An older save may be intact.
+            skipped[folder.name] = str(error)
+            optimizer.saves.damaged.add(folder)
+            continue
+        if skipped:
+            reasons = "; ".join(skipped.values())
+            warnings.warn(f"loading {folder}, since newer ones are damaged: {reasons}", stacklevel=4)
+        return folder, loaded
+
+
+@contextlib.contextmanager
+def _raising_alike(comm: Collectives, action: str, *kinds: type[Exception]) -> Iterator[None]:
+    """An `agreement` from which all ranks raise an exception of one of these classes if one rank does.
+
+    A script may catch a FileNotFoundError, and start anew. From a DamagedError, ranks turn to an older save.
+    """
+    try:
+        with agreement(comm, action):
+            yield
+    except RuntimeError as error:
+        name, _, text = vars(error).get(TOLD, "").partition(": ")
+        for kind in kinds:
+            if kind.__name__ == name:
+                raise kind(text) from error
+        raise
 
 
 def _take_effect(

@@ -312,7 +312,7 @@ class Shard:
             for own in self.copies.slices
             if own.is_master and own.piece.param in self._used
         }
-        return {**self.states, **copies} if copies else self.states
+        return {**self.states, **copies}
 
     def load(self, state: Mapping[int, Mapping[str, Any]], saved_groups: Sequence[ParamGroup]) -> None:
         """Load state and options into the local optimizer, which converts their device and dtype.
