@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ class Seat(NamedTuple):
 
     Args:
         folder: of its pool.
+        server_folder: of the server that forks the ranks, which multiprocessing removes as its process ends.
         device: "cpu", or an accelerator with its number.
         is_default: whether the device is also the one of tensors for which none is named.
     """
@@ -54,6 +56,7 @@ class Seat(NamedTuple):
     world_size: int
     backend: str
     folder: str
+    server_folder: str
     device: str = "cpu"
     is_default: bool = False
 
@@ -61,7 +64,8 @@ class Seat(NamedTuple):
     def of(cls, placement: Placement, rank: int, folder: str) -> Seat:
         """The seat of one of the ranks that are placed so."""
         of_ranks = placement.devices
-        return cls(rank, len(of_ranks), placement.backend, folder, of_ranks[rank], placement.is_default)
+        is_default = placement.is_default
+        return cls(rank, len(of_ranks), placement.backend, folder, get_temp_dir(), of_ranks[rank], is_default)
 
     def output(self, kind: str) -> Path:
         """The file that collects this rank's "stdout", "stderr" or "stacks"; the pool reads it."""
@@ -147,6 +151,9 @@ def unpack(packed: bytes, map_location: str | None = None) -> Any:
 
 def main(seat: Seat, pipe: Connection) -> None:
     """Serve calls until the pool sends None or is gone."""
+    if sys.platform != "win32":
+        # Whoever kills a kernel kills all processes of its group. Ranks outlive that, to remove the folders.
+        os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, args=(seat,), daemon=True).start()
     # Ctrl-C in a terminal reaches every process there; what becomes of the ranks is for the pool to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -178,7 +185,7 @@ def main(seat: Seat, pipe: Connection) -> None:
     except EOFError:
         # Usually the parent is gone, and this may end before the thread that waits for that.
         if not _parent_lives(seconds=1):
-            _remove_folder(seat)
+            _remove_folders(seat)
 
 
 def perform(seat: Seat, surroundings: Surroundings, packed_call: bytes, store: Store) -> bytes | Failure:
@@ -256,7 +263,7 @@ def _end_with_parent(seat: Seat) -> None:
     """End this process when the one that started it is gone, even from within a collective."""
     while _parent_lives():
         pass
-    _remove_folder(seat)
+    _remove_folders(seat)
     os._exit(1)
 
 
@@ -268,8 +275,9 @@ def _parent_lives(seconds: float | None = None) -> bool:
     return parent.is_alive()
 
 
-def _remove_folder(seat: Seat) -> None:
-    """Remove the pool's folder in the parent's place, renamed before, so that no rank adds files to it."""
+def _remove_folders(seat: Seat) -> None:
+    """Remove the folders in the parent's place; the pool's is renamed before, so that no rank adds files."""
     with contextlib.suppress(OSError):
         os.rename(seat.folder, f"{seat.folder}.gone")
-    shutil.rmtree(f"{seat.folder}.gone", ignore_errors=True)
+    for folder in (f"{seat.folder}.gone", seat.server_folder):
+        shutil.rmtree(folder, ignore_errors=True)
