@@ -155,7 +155,7 @@ def main(seat: Seat, pipe: Connection) -> None:
         # Whoever kills a kernel kills all processes of its group. Ranks outlive that, to remove the folders.
         os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, args=(seat,), daemon=True).start()
-    # Ctrl-C in a terminal reaches every process there; what becomes of the ranks is for the pool to decide.
+    # On Windows Ctrl-C reaches every process of a terminal; what becomes of ranks is for the pool to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect_output(seat)
     store = FileStore(
