@@ -95,11 +95,17 @@ def test_functions_of_cells_and_of_modules_both_work() -> None:
     assert gloo(module_level, 2, 5) == [5, 6]
 
 
-def test_a_function_may_call_something_config() -> None:
+def test_a_function_may_name_modules_of_classes_of_their_own() -> None:
     # In a notebook: cloudpickle looks for torch.distributed.config where a function uses `dist` and `config`.
     cell = {"__name__": "__main__", "dist": dist, "config": 40}
     exec("def plus_rank(): return config + dist.get_rank()", cell)
     assert gloo(cell["plus_rank"], 2) == [40, 41]
+
+    def summed() -> list[float]:
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.all_reduce(torch.ones(2), "sum", dist.group.WORLD.group_name)).tolist()
+
+    assert gloo(summed, 2) == [[2, 2]] * 2
 
 
 def test_views_of_one_tensor_come_back_as_views_of_one_tensor() -> None:

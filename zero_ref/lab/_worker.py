@@ -128,9 +128,15 @@ def _import_again(module: types.ModuleType) -> tuple[Callable[[str], Any], tuple
     return importlib.import_module, (module.__name__,)
 
 
-# For a function that uses `dist` and any name `config`, cloudpickle sends torch.distributed.config along, and
-# takes this module for a value because its class is torch's own (test_a_function_may_call_something_config).
-copyreg.pickle(type(torch.distributed.config), _import_again)
+def _send_modules_by_name() -> None:
+    """Let pickle send by name the modules whose class is another than ModuleType, as it sends all others.
+
+    cloudpickle sends along what may be a submodule that a function names: `torch.ops`, or for `dist` and any
+    name `config` torch.distributed.config. It takes those of another class for values.
+    """
+    for kind in {type(module) for module in list(sys.modules.values())} - {types.ModuleType}:
+        if issubclass(kind, types.ModuleType) and kind.__reduce__ is object.__reduce__:
+            copyreg.pickle(kind, _import_again)
 
 
 def pack(value: object) -> bytes:
@@ -139,6 +145,7 @@ def pack(value: object) -> bytes:
     Plain pickling writes a storage again for each view into it: 100 views of a flat bucket would travel as
     100 buckets and come back as separate tensors.
     """
+    _send_modules_by_name()
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
     return buffer.getvalue()
