@@ -453,7 +453,7 @@ def test_each_rank_reads_the_bytes_that_it_owns_and_only_rank_0_all_tables(
 
     class Counting:
         def __init__(self, path: Path) -> None:
-            self.file, self.name = path.open("rb", buffering=0), path.name
+            self.file, self.name = path.open("rb"), path.name
             self.log = opened.setdefault(threading.get_ident(), {})
 
         def __enter__(self) -> Counting:
@@ -648,7 +648,7 @@ def test_a_file_that_one_rank_cannot_read_makes_all_raise_and_leaves_all_as_they
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_at(2, tmp_path)
-    read = shard_files._read
+    read = shard_files.read_checked
 
     def refused(file: Any, *args: Any) -> None:
         if threading.current_thread() is second[0]:
@@ -656,7 +656,7 @@ def test_a_file_that_one_rank_cannot_read_makes_all_raise_and_leaves_all_as_they
         read(file, *args)
 
     second: list[threading.Thread] = []
-    monkeypatch.setattr(shard_files, "_read", refused)
+    monkeypatch.setattr(shard_files, "read_checked", refused)
 
     def on_rank(comm: Collectives) -> str:
         trainee = Trainee(comm, partition="even")

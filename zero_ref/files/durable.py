@@ -11,6 +11,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
@@ -70,8 +71,8 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file to read it, unbuffered; opening a pipe or a device might wait for ever.
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file to read it; opening a pipe or a device might wait for ever.
 
     Raises:
         OSError: the file cannot be opened.
@@ -79,7 +80,7 @@ def open_regular(path: Path) -> IO[bytes]:
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path} is no regular file")
-    return open(path, "rb", buffering=0)
+    return open(path, "rb")
 
 
 def read_regular(path: Path, limit: int) -> bytes:
@@ -93,9 +94,4 @@ def read_regular(path: Path, limit: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise ValueError(f"{path} has {size} bytes; at most {limit} were expected")
-        # One read may return less than was asked for. The byte above `size` shows that the file has grown: no
-        # seal fits then, and reading ends even if another process goes on writing.
-        data = b""
-        while len(data) <= size and (part := file.read(size + 1 - len(data))):
-            data += part
-        return data
+        return file.read()

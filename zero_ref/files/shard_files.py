@@ -23,8 +23,9 @@ import itertools
 import operator
 import sys
 from collections.abc import Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -251,7 +252,7 @@ class ShardReader:
         """
         # Each file is opened once, and read from front to back.
         for path, parts in itertools.groupby(self.parts_of(tensors), key=lambda part: part[0].path):
-            with opened(path) as file:
+            with damage_in(path), open_regular(path) as file:
                 for piece, element, flat in parts:
                     read_checked(file, piece, element * piece.dtype.itemsize, memory_of(flat))
 
@@ -333,7 +334,8 @@ def verify(save: Save) -> list[str]:
         return [str(error)]
     problems = []
     for rank, pieces in enumerate(reader.pieces_of_rank):
-        with opened(reader.path_of_table(rank).with_suffix(".bin")) as file:
+        path = reader.path_of_table(rank).with_suffix(".bin")
+        with damage_in(path), open_regular(path) as file:
             for piece in pieces:
                 for first in range(0, piece.nbytes, BLOCK_NBYTES):
                     block = memoryview(bytearray(min(piece.nbytes - first, BLOCK_NBYTES)))
@@ -356,18 +358,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def opened(path: Path) -> IO[bytes]:
-    """Open a data file to read it.
-
-    Raises:
-        OSError: the file cannot be opened.
-        DamagedError: the file is a pipe, a device or a folder.
-    """
-    with damage_in(path):
-        return open_regular(path)
-
-
-def read_checked(file: IO[bytes], piece: Piece, first: int, into: memoryview) -> None:
+def read_checked(file: BufferedReader, piece: Piece, first: int, into: memoryview) -> None:
     """Read the bytes of a piece from `first` on, and check all blocks in which they lie.
 
     Args:
@@ -386,7 +377,10 @@ def read_checked(file: IO[bytes], piece: Piece, first: int, into: memoryview) ->
         # through a buffer.
         here = into[wanted.start - first : wanted.stop - first]
         block = here if len(here) == stop - start else memoryview(bytearray(stop - start))
-        _read(file, piece.offset + start, block)
+        file.seek(piece.offset + start)
+        if (count := file.readinto(block)) < len(block):
+            ends = piece.offset + start + count
+            raise DamagedError(f"{piece.path} ends at byte {ends}; the checkpoint is damaged.")
         expected = piece.digests[number * _DIGEST : (number + 1) * _DIGEST]
         if hashlib.sha256(block).hexdigest() != expected:
             elements = [piece.start + place // piece.dtype.itemsize for place in (start, stop)]
@@ -396,14 +390,3 @@ def read_checked(file: IO[bytes], piece: Piece, first: int, into: memoryview) ->
             )
         if block is not here:
             here[:] = block[wanted.start - start : wanted.stop - start]
-
-
-def _read(file: IO[bytes], offset: int, memory: memoryview) -> None:
-    """Fill `memory` from the file. One call of an unbuffered file may read less than was asked for."""
-    file.seek(offset)
-    done = 0
-    while done < len(memory):
-        count = file.readinto(memory[done:])  # type: ignore[attr-defined]
-        if not count:
-            raise DamagedError(f"{file.name} ends at byte {offset + done}; the checkpoint is damaged.")
-        done += count
