@@ -55,7 +55,6 @@ def one_of(name: str) -> str:
     return f"{name}.gate_proj(s,d) {name}.up_proj(s,d) {name}.down_proj(d,s) "
 
 
-ROUTED = experts("mlp.gate(x,d) " + stacked("mlp.experts"))
 ROUTED_OF_MLP_WIDTH = experts("mlp.gate(x,d) " + stacked("mlp.experts", "h"), m="h")
 ROUTED_LAST = experts(stacked("mlp.experts") + "mlp.gate(x,d) ")
 QWEN_SHARED = experts(
