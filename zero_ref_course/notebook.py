@@ -210,11 +210,16 @@ def import_path() -> str:
 def _main() -> None:
     """Grade one exercise in a process of its own, and write the verdict to a file."""
     fields, seed, result = json.load(sys.stdin)
-    verdict = _judge(ExerciseCells(*fields), seed)
+    verdict = judge(ExerciseCells(*fields), seed)
     Path(result).write_text(json.dumps(verdict), encoding="utf-8")
 
 
-def _judge(cells: ExerciseCells, seed: int) -> Verdict:
+def judge(cells: ExerciseCells, seed: int) -> Verdict:
+    """Check the answer in `cells.stub` in this process.
+
+    Args:
+        seed: of hidden cases, which are tried too; 0 for none.
+    """
     known = ""
     try:
         answer = cells.define(cells.stub)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from library.pictures import Plot, assert_readable, assert_repeatable, drawn, written
+from library.pictures import Plot, assert_readable, drawn, written
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
@@ -75,13 +73,8 @@ PICTURES: dict[str, Plot] = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_has_the_same_bytes_every_time_and_warns_of_nothing(name: str, tmp_path: Path) -> None:
-    assert_repeatable(PICTURES[name], tmp_path)
-
-
-@pytest.mark.parametrize("name", PICTURES)
 @pytest.mark.parametrize("height", [3.2, 4.2])
-def test_all_text_is_inside_the_picture_and_none_lies_on_another(
+def test_all_text_is_inside_the_picture_none_lies_on_another_and_nothing_warns(
     name: str, height: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_readable(PICTURES[name], monkeypatch, height=height)

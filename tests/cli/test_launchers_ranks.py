@@ -12,10 +12,17 @@ from pathlib import Path
 import pytest
 from library.running_page import pod_script, slurm_script
 
+from zero_ref.lab import ranks
+from zero_ref.lab.config import GPTConfig, TrainConfig
+from zero_ref.lab.train import train
+
 pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[2]
 SMALL = " --steps 4 --batch-size 2 --layers 1 --heads 2 --width 16 --context 16"
+JOB = TrainConfig(
+    strategy="zero-bucket", steps=4, batch_size=2, model=GPTConfig(layers=1, heads=2, width=16, context=16)
+)
 # Both tasks of a job begin together, as srun has it, and the job fails if one does.
 SRUN = """#!/bin/bash
 pids=()
@@ -59,7 +66,7 @@ def check(out: str, err: str) -> None:
     assert "1 rank: Gloo, on this machine's CPU" in err, "of each node"
 
 
-def test_the_slurm_script_trains_on_two_nodes(tmp_path: Path, port: int) -> None:
+def test_the_slurm_script_trains_on_two_nodes_as_ranks_of_one_do(tmp_path: Path, port: int) -> None:
     for name, source in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(source)
         (tmp_path / name).chmod(0o755)
@@ -74,6 +81,7 @@ def test_the_slurm_script_trains_on_two_nodes(tmp_path: Path, port: int) -> None
     )
     assert done.returncode == 0, done.stderr
     check(done.stdout, done.stderr)
+    assert json.loads(done.stdout)["final_loss"] == ranks.run(train, 2, JOB)[0].held_out_loss
 
 
 @pytest.mark.thorough

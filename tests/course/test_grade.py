@@ -19,7 +19,7 @@ from zero_ref_course.editions import edition
 from zero_ref_course.grading import Row, answers_in, as_csv, grade_class
 from zero_ref_course.notebook import ExerciseCells, Verdict, grade_alone, read_notebook
 
-# Each exercise has a process that imports torch: one test after another, as for those on ranks.
+# Some start processes that import torch: one test after another, as for those on ranks.
 pytestmark = pytest.mark.ranks
 
 CHAPTER = Path(__file__).parents[2] / "notebooks" / "03_partition.ipynb"
@@ -52,8 +52,8 @@ WITHOUT_ANSWER = {
     "stub": ("def adversary(): raise NotImplementedError", "not started", "adversary is still the stub"),
 }
 """An answer that is none by its kind: the cell, the status, and how the message begins."""
-ALWAYS = ("wrong", "crashes", "never ends", "stub")
-"""One kind of each end: the check, the process, the clock, and nothing to check."""
+ALWAYS = ("crashes", "stub")
+"""A process that ends, and nothing to check. The check and the clock end others in test_notebook.py."""
 
 
 def cells_of(stub: str, exercise: str = NAMES[2]) -> ExerciseCells:
@@ -104,6 +104,7 @@ def test_nothing_but_a_right_answer_passes(kind: str, tmp_path: Path) -> None:
 
 
 def test_an_answer_that_knows_the_open_cases_alone_fails_those_of_a_seed(tmp_path: Path) -> None:
+    """It is longer than an argument of a command line can be."""
     table = {}
 
     def noted(numels: list[int], world_size: int) -> list[int]:
@@ -112,26 +113,27 @@ def test_an_answer_that_knows_the_open_cases_alone_fails_those_of_a_seed(tmp_pat
         return owners
 
     grade(NAMES[0], noted)
-    stub = f"def largest_first(numels, world_size): return {table}.get((tuple(numels), world_size), [])"
-    assert len(stub) > 2_000
+    stub = f"def largest_first(numels, world_size): return {table}.get((tuple(numels), world_size), [])\n"
+    stub += f"# {'long ' * 50_000}"
     assert grade_alone(cells_of(stub, NAMES[0]), tmp_path, 300.0).status == "passed"
     verdict = grade_alone(cells_of(stub, NAMES[0]), tmp_path, 300.0, seed=11)
     assert verdict.status == "hidden cases failed"
     assert "returned 0 owners" in verdict.message
 
 
-def test_an_answer_may_be_longer_than_an_argument_of_a_command_line(tmp_path: Path) -> None:
-    stub = f"{RIGHT}# {'long ' * 50_000}"
-    assert grade_alone(cells_of(stub), tmp_path, 300.0).status == "passed"
-
-
 # ------------------------------------------------------------------------------------- a class
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """A class: two students are called ada, and one of them ends the process that looks at the answer."""
-    folder = tmp_path_factory.mktemp("class")
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    """A class: two students are called ada, and no process is started."""
+
+    def read(cells: ExerciseCells, folder: Path, seconds: float, seed: int) -> Verdict:
+        assert (folder.is_dir(), seconds, seed) == (True, 120.0, 7)
+        return Verdict("failed" if "SystemExit" in cells.stub else "passed", "")
+
+    monkeypatch.setattr("zero_ref_course.grading.grade_alone", read)
+    folder = tmp_path / "class"
     written(folder / "group 1" / "ada" / CHAPTER.name)
     written(folder / "group 2" / "ada" / CHAPTER.name, with_answer("adversary", "raise SystemExit"))
     written(folder / "bob.ipynb", without("adversary-stub"))
@@ -141,7 +143,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     return list(grade_class(folder, seed=7))
 
 
-def test_two_students_of_one_name_are_two_and_no_answer_stops_the_class(rows: list[Row]) -> None:
+def test_two_students_of_one_name_are_two_and_no_file_stops_the_class(rows: list[Row]) -> None:
     found = {(row.file, row.exercise): row.status for row in rows}
     assert found == {
         ("bob.ipynb", NAMES[0]): "passed",
@@ -162,6 +164,15 @@ def test_the_table_has_a_line_for_each_exercise(rows: list[Row]) -> None:
     assert [(row["file"], row["exercise"], row["status"]) for row in table] == [row[:3] for row in rows]
     [missing] = [row["message"] for row in table if row["status"] == "missing"]
     assert missing == "no cell has the id 'adversary-stub'."
+
+
+def test_an_answer_that_ends_its_process_does_not_stop_the_class(tmp_path: Path) -> None:
+    def change(made: Notebook) -> None:
+        without("largest-first-stub")(made)
+        with_answer("even-split", "raise SystemExit")(made)
+
+    written(tmp_path / "ada.ipynb", change)
+    assert [row.status for row in grade_class(tmp_path)] == ["missing", "failed", "passed"]
 
 
 def test_a_name_in_another_encoding_costs_nobody_the_table() -> None:

@@ -14,9 +14,16 @@ from typing import Any
 import pytest
 
 from zero_ref import cli
-from zero_ref_course.notebook import ExerciseResult, check_notebook, exercises_in
+from zero_ref_course.notebook import (
+    ExerciseCells,
+    ExerciseResult,
+    Verdict,
+    check_notebook,
+    exercises_in,
+    judge,
+)
 
-# Each exercise has a process that imports torch: one test after another, as for those on ranks.
+# Some start processes that import torch: one test after another, as for those on ranks.
 pytestmark = pytest.mark.ranks
 
 PARTITION = Path(__file__).parents[2] / "notebooks" / "03_partition.ipynb"
@@ -74,28 +81,26 @@ def ended(pids: list[int]) -> bool:
     return not left
 
 
-def test_a_cell_that_fails_harms_no_other(tmp_path: Path) -> None:
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(cells: ExerciseCells, folder: Path, seconds: float) -> Verdict:
+        return judge(cells, seed=0)
+
+    monkeypatch.setattr("zero_ref_course.notebook.grade_alone", here)
+
+
+# ------------------------------------------------------------------------------- in a process for each
+
+
+def test_a_cell_that_ends_its_process_or_breaks_the_grader_harms_no_other(tmp_path: Path) -> None:
     path = notebook(
         tmp_path,
-        "import os\nos._exit(3)\n",
-        "def adversary(:\n",
         "import sys\nsys.exit('enough')\n",
-        "1 / 0\n",
-        "adversary = [3, 3, 2, 2, 2]\n",
-        "def adversry():\n    return [3, 3, 2, 2, 2]\n",
         "import zero_ref_course.partition as grader\ngrader._best_of_two = None\n" + RIGHT,
         RIGHT,
     )
-    exits, no_syntax, sys_exits, raises, no_function, misnamed, breaks_the_grader, right = outcomes(
-        check_notebook(path)
-    )
-    assert exits == (False, "its process ended with code 3 before the check did.")
-    assert no_syntax == (False, "its cell raises SyntaxError: invalid syntax (<its cell>, line 1).")
-    assert sys_exits == (False, "its process ended with code 1 before the check did: enough")
-    assert raises == (False, "its cell raises ZeroDivisionError: division by zero.")
-    assert no_function[0] is False
-    assert no_function[1].startswith("check was given [3, 3, 2, 2, 2]. It takes the function itself")
-    assert misnamed == (False, "its cell does not define adversary.")
+    exits, breaks_the_grader, right = outcomes(check_notebook(path))
+    assert exits == (False, "its process ended with code 1 before the check did: enough")
     assert breaks_the_grader == (
         False,
         "the check itself failed: TypeError: 'NoneType' object is not callable",
@@ -128,9 +133,8 @@ def test_a_cell_that_hangs_is_ended_with_all_that_it_started(
         f"pathlib.Path({str(written)!r}).write_text(str(child.pid))\n"
         "time.sleep(1000)\n"
     )
-    hung, right = outcomes(check_notebook(notebook(tmp_path, hangs, RIGHT), seconds=15))
+    [hung] = outcomes(check_notebook(notebook(tmp_path, hangs), seconds=15))
     assert hung == (False, "it did not end within 150 s, and was ended."), "15 s, and 10 times the patience"
-    assert right == PASSED
     assert ended(children)
 
 
@@ -145,20 +149,38 @@ def test_what_a_cell_leaves_running_is_ended(tmp_path: Path) -> None:
     assert ended([int((tmp_path / "pid").read_text())])
 
 
-def test_a_cell_runs_in_the_notebooks_folder_with_its_setup_and_nothing_else(tmp_path: Path) -> None:
+def test_a_cell_runs_in_the_notebooks_folder_with_its_setup(tmp_path: Path) -> None:
     (tmp_path / "sizes.txt").write_text("3 3 2 2 2")
-    setup = "%config InlineBackend.figure_formats = ['svg']\n!echo hello\nimport pathlib\nother = 1\n"
+    setup = "%config InlineBackend.figure_formats = ['svg']\n!echo hello\nimport pathlib\n"
     reads = "def adversary():\n    return list(map(int, pathlib.Path('sizes.txt').read_text().split()))\n"
-    uses_another_cell = "sizes = helper()\n" + RIGHT
-    read, without_helper = outcomes(check_notebook(notebook(tmp_path, reads, uses_another_cell, setup=setup)))
-    assert read == PASSED
-    assert without_helper == (
-        False,
-        "its cell raises NameError: name 'helper' is not defined. "
-        "Besides this cell only the notebook's cell of imports is run.",
-    )
+    assert outcomes(check_notebook(notebook(tmp_path, reads, setup=setup))) == [PASSED]
 
 
+# ----------------------------------------------------------------------------------- what a check says
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("def adversary(:\n", "its cell raises SyntaxError: invalid syntax (<its cell>, line 1)."),
+        ("1 / 0\n", "its cell raises ZeroDivisionError: division by zero."),
+        ("adversary = [3, 3, 2, 2, 2]\n", "check was given [3, 3, 2, 2, 2]. It takes the function itself"),
+        ("def adversry():\n    return [3, 3, 2, 2, 2]\n", "its cell does not define adversary."),
+        (
+            "sizes = helper()\n" + RIGHT,
+            "its cell raises NameError: name 'helper' is not defined. "
+            "Besides this cell only the notebook's cell of imports is run.",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_cell_is_said(answer: str, said: str, tmp_path: Path) -> None:
+    [(passed, message)] = outcomes(check_notebook(notebook(tmp_path, answer)))
+    assert not passed
+    assert message.startswith(said)
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_the_cell_that_installs_the_package_is_not_run(tmp_path: Path) -> None:
     path = notebook(tmp_path, "def adversary():\n    return math.floor\n", RIGHT)
     text = json.loads(path.read_text())
@@ -168,12 +190,14 @@ def test_the_cell_that_installs_the_package_is_not_run(tmp_path: Path) -> None:
     assert outcomes(check_notebook(path))[1] == PASSED
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_setup_that_fails_is_told_apart(tmp_path: Path) -> None:
     [(passed, message)] = outcomes(check_notebook(notebook(tmp_path, RIGHT, setup="import nowhere\n")))
     assert not passed
     assert message == "the setup cell raises ModuleNotFoundError: No module named 'nowhere'."
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_command_prints_a_line_for_each_exercise_and_ends_with_1_if_one_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +214,7 @@ def test_the_command_prints_a_line_for_each_exercise_and_ends_with_1_if_one_fail
     assert third.startswith("FAILED  partition.adversary      adversary is still the stub")
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_command_prints_no_control_sequence_of_a_notebook(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +225,7 @@ def test_the_command_prints_no_control_sequence_of_a_notebook(
     assert "\x1b" not in printed
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_command_gives_json_and_ends_with_0_if_all_passed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,13 +172,11 @@ def at_the_end(case):
     return Where(0, len(case.trial.steps), "step", ())
 
 
-@pytest.mark.parametrize("name", ["accumulation", "save and load", "another world size", "clipping"])
+@pytest.mark.parametrize("name", ["accumulation", "another world size"])
 def test_a_mistake_is_named_among_all(name):
     says = {
         "accumulation": "accumulation keeps only the last micro-batch of a step",
-        "save and load": "moments are reset by loading, and the step count is kept",
         "another world size": "the optimizer's state, its moments, is reset by loading",
-        "clipping": "each parameter is clipped by its own norm, not by the norm of all gradients",
     }[name]
     ranks = (2, 3) if name == "another world size" else (2, 2)
     case = case_of(name, ranks)

@@ -1,21 +1,18 @@
 """The doctor on real ranks: silent on programs that are right, and right about planted mistakes."""
 
-import functools
 import re
 import shlex
 import warnings
+from itertools import cycle
 
 import pytest
 import torch
 import torch.distributed as dist
 from library import planted
 from library.running_page import PAGE as PAGES, blocks
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from zero_ref import ShardedDataParallel, ZeroRedundancyOptimizer, cli, doctor, reduce_to_owners
-from zero_ref.stairs.owners import MinimalZero
+from zero_ref import ZeroRedundancyOptimizer, cli, doctor
 
 pytestmark = pytest.mark.ranks
 ADAMW = torch.optim.AdamW
@@ -26,106 +23,22 @@ def examined(factory, **settings):
     return doctor.diagnose(factory, **PLAIN | settings)
 
 
-# -------------------------------------------------------------------------------------- right programs
-
-
-def under_ddp(model, optimizer_class, **more):
+def even(model):
     ddp = DDP(model, find_unused_parameters=True)
-    return optimizer_class(ddp.parameters(), ADAMW, **planted.OPTIONS, **more), ddp
+    return ZeroRedundancyOptimizer(ddp.parameters(), ADAMW, partition="even", **planted.OPTIONS), ddp
 
 
-def gradients_to_owners(model):
-    optimizer, ddp = under_ddp(model, ZeroRedundancyOptimizer)
-    ddp.register_comm_hook(None, reduce_to_owners(optimizer))
-    return optimizer, ddp
-
-
-def sharded(model, **more):
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), ADAMW, partition="even", **planted.OPTIONS)
-    return optimizer, ShardedDataParallel(model, optimizer, **more)
-
-
-def alone(model):
-    return ZeroRedundancyOptimizer(model.parameters(), ADAMW, **planted.OPTIONS)
-
-
-def fsdp(model):
-    for layer in model.children():
-        fully_shard(layer)
-    fully_shard(model)
-    return planted.adamw(model), model
-
-
-def minimal(model):
-    return under_ddp(model, MinimalZero)
-
-
-def ours(**more):
-    return functools.partial(under_ddp, optimizer_class=ZeroRedundancyOptimizer, **more)
-
-
-RIGHT = {
-    "ddp": planted.plain_ddp,
-    "zero": ours(),
-    "registration_greedy": ours(partition="registration_greedy"),
-    "even": ours(partition="even"),
-    "equal_shares": ours(partition="equal_shares"),
-    "bucket views": ours(partition="even", parameters_as_bucket_view=True),
-    "gradients to owners": gradients_to_owners,
-    "sharded": sharded,
-    "gather in forward": functools.partial(sharded, gather_in_forward=True),
-    "may change": functools.partial(sharded, may_change=True),
-    "alone": alone,
-    "torch's ZeRO": functools.partial(under_ddp, optimizer_class=TorchZero),
-    "fsdp": fsdp,
-    "minimal": minimal,
-    "hooked": planted.Hooked,
-}
-
-
+# More right programs: course/test_museum_ranks.py.
 def test_a_sharded_optimizer_is_healthy_in_all_trials():
-    report = examined(RIGHT["even"])
+    report = examined(even)
     assert report.healthy, str(report)
     assert not report.not_tried
     assert set(report.tried) == {(name, ranks) for name in doctor.TRIALS for ranks in (2, 3)}
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", [0, 7])
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_programs_are_healthy(name, seed):
-    report = examined(RIGHT[name], ranks=(2, 3, 4), seed=seed, name=name)
-    assert report.healthy, str(report)
-    assert {ranks for trial, ranks in report.tried if trial == "plain"} == {2, 3, 4}
-    assert len({trial for trial, _ in report.tried}) >= 10, str(report)
-
-
-@pytest.mark.thorough
-def test_muon_is_healthy_on_whole_matrices():
-    groups = {"lr": 0.05}
-    report = doctor.diagnose(
-        muon_at_owners, from_plain=torch.optim.Muon, options=groups, without=["mixed dtypes"]
-    )
-    assert report.healthy, str(report)
-    assert "biases" in {one.trial for one in report.not_tried}
-
-
-def muon_at_owners(model):
-    ddp = DDP(model, find_unused_parameters=True)
-    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Muon, lr=0.05), ddp
-
-
 # ------------------------------------------------------------------------------------ planted mistakes
 
-QUICK = {
-    "Summed",
-    "LastMicroBatch",
-    "LocalNorm",
-    "BroadcastLost",
-    "GroupStale",
-    "SilentlySGD",
-    "MomentsReset",
-}
+QUICK = {"Summed", "LocalNorm", "BroadcastLost"}
 
 
 def found_by(kind, **settings):
@@ -135,7 +48,6 @@ def found_by(kind, **settings):
     assert report.departures, str(report)
     for departure in report.departures:
         assert any(kind.says in cause for cause in departure.causes), str(report)
-    return report
 
 
 @pytest.mark.parametrize(
@@ -146,11 +58,9 @@ def test_a_planted_mistake_is_named(kind):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", [0, 7])
-@pytest.mark.parametrize("kind", planted.PLANTED, ids=lambda kind: kind.__name__)
-def test_every_planted_mistake_is_named_on_2_3_and_4_ranks(kind, seed):
-    report = found_by(kind, ranks=(2, 3, 4), seed=seed)
-    assert {one.ranks for one in report.departures} == {2, 3, 4}
+@pytest.mark.parametrize(("kind", "ranks"), list(zip(planted.PLANTED, cycle((3, 4, 2)))))
+def test_every_planted_mistake_is_named_on_some_number_of_ranks(kind, ranks):
+    found_by(kind, ranks=(ranks,), seed=7)
 
 
 def test_gradients_that_nobody_averages_are_found_although_owners_send_their_values():
@@ -166,7 +76,7 @@ def around_ddp(model):
 
 def test_options_that_are_not_those_of_the_plain_loop_are_named():
     plain = {"lr": 0.001, "weight_decay": planted.OPTIONS["weight_decay"]}
-    report = examined(RIGHT["even"], ranks=(2,), only=["plain"], options=plain)
+    report = examined(even, ranks=(2,), only=["plain"], options=plain)
     assert report.departures[0].causes == (
         f"the program's optimizer has lr={planted.OPTIONS['lr']:g}, and the plain loop's has lr=0.001",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import threading
@@ -213,27 +212,6 @@ def test_ten_concurrent_steps_of_two_clients_lose_no_update() -> None:
         _layers.clear()
         for value, start in zip(after[rank], values_of(rank)):
             torch.testing.assert_close(value, start + 10, rtol=0, atol=1e-5)  # ten additions round
-
-
-def unlocked(fn: Callable[..., Any]) -> Any:
-    lock = rpc_optimizer._lock
-    rpc_optimizer._lock = contextlib.nullcontext()  # type: ignore[assignment]
-    try:
-        return fn()
-    finally:
-        rpc_optimizer._lock = lock
-
-
-@pytest.mark.thorough
-def test_without_the_lock_they_would() -> None:
-    after = on_workers(unlocked, 3, two_clients)
-    _layers.clear()
-    lost = [
-        not torch.allclose(value, start + 10, rtol=0, atol=1e-5)
-        for rank in range(3)
-        for value, start in zip(after[rank], values_of(rank))
-    ]
-    assert any(lost), "the test above shows nothing"
 
 
 # ---------------------------------------------------------------------------- whose gradients

@@ -87,15 +87,15 @@ def assert_no_text_lies_on_another(drawing: Drawing, width: int) -> None:
 # -------------------------------------------------------------------------------------------- by matplotlib
 
 
-@pytest.mark.parametrize("name", {name.split(",")[0]: name for name in reversed(PLOTS)}.values())
-def test_a_plot_has_the_same_bytes_every_time_and_warns_of_nothing(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", list(PLOTS)[:3])
+def test_a_plot_has_the_same_bytes_every_time(name: str, tmp_path: Path) -> None:
     assert_repeatable(PLOTS[name][0], tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "height"), [(name, height) for name, (_, heights) in PLOTS.items() for height in heights]
 )
-def test_all_text_of_a_plot_is_inside_and_none_lies_on_another(
+def test_all_text_of_a_plot_is_inside_none_lies_on_another_and_nothing_warns(
     name: str, height: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_readable(PLOTS[name][0], monkeypatch, height)

@@ -539,21 +539,6 @@ def test_what_an_own_optimizer_raises_is_shown_with_its_line(
     assert re.search(r'my_zero.py", line 3, in __init__\n +oops', capsys.readouterr().err)
 
 
-def test_the_same_job_runs_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    command += ["zero_ref.lab.train", "--strategy", "zero-even", *small_arguments()]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ZERO_REF_DEVICE": "cpu"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env=environ, cwd=Path(__file__).parents[2]
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 ranks: Gloo, on this machine's CPU\n" in done.stderr
-    result = json.loads(done.stdout)
-    assert result["calls_equal"]
-    assert result["ranks"] == 2
-    assert result["final_loss"] == final_loss(replace(SMALL, strategy="zero-even"), 2)
-
-
 def test_without_torchrun_the_module_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed.optim as torchs
+from library.planted import OPTIONS, Hooked
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +19,7 @@ from zero_ref import OSS, ShardedDataParallel, ZeroRedundancyOptimizer, reduce_t
 from zero_ref.doctor import Program
 from zero_ref.plan.choice import RULES
 from zero_ref.stairs import buckets, owners
+from zero_ref_course.gallery import all_exhibits
 from zero_ref_course.gallery.exhibits import ADAMW
 from zero_ref_course.gallery.gradients import Buffered, Wrapped
 from zero_ref_course.gallery.loads import MainCopies, WithMasters
@@ -92,10 +94,17 @@ def groups(model: nn.Module) -> Any:
     return ZeroRedundancyOptimizer(given, torch.optim.AdamW, lr=LR, partition="balanced"), ddp
 
 
+def muon_at_owners(model: nn.Module) -> Any:
+    ddp = ddp_of(model)
+    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Muon, lr=0.05), ddp
+
+
 class Fsdp2(Program):
     """Parameters are DTensors, gathered where they are used."""
 
     def __init__(self, model: nn.Module) -> None:
+        for layer in model.children():
+            fully_shard(layer)
         fully_shard(model)
         super().__init__(torch.optim.AdamW(model.parameters(), lr=LR), model)
 
@@ -112,6 +121,7 @@ class Stair(Program):
         self.model.zero_grad(set_to_none)
 
 
+EPS = all_exhibits()["EpsNotPassedOn"]
 OF_STAIRS = ("scheduler", "group added", "save and load", "another world size")
 
 
@@ -134,6 +144,8 @@ RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "no wrapper": (alone, ADAMW),
     "OSS": (oss, without("save and load", "another world size")),
     "ShardedDataParallel": (to_shards, without("group added")),
+    "new parameters in forward": (partial(to_shards, gather_in_forward=True), without("group added")),
+    "may change": (partial(to_shards, may_change=True), ADAMW),
     "gradients to owners": (to_owners, without("group added")),
     "masters": (with_masters, {**ADAMW, "masters": True}),
     "two groups": (groups, {"reference": plain_by_kind}),
@@ -147,6 +159,12 @@ RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "copies of values": (MainCopies, ADAMW),
     "Muon": (ShardedMuon, MUON),
     "Muon in pieces": (MuonInPieces, MUON),
+    "Muon at owners": (
+        muon_at_owners,
+        without("mixed dtypes", from_plain=torch.optim.Muon, options={"lr": 0.05}),
+    ),
+    "eps passed on": (EPS.mended, EPS.plain),
+    "by hooks": (Hooked, ADAMW | {"options": OPTIONS}),
     "groups by kind": (ByKind, {"reference": plain_by_kind}),
     "the museum's masters": (
         WithMasters,

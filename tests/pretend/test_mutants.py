@@ -210,6 +210,18 @@ MISTAKES: dict[Callable[[], Patch], tuple[str, dict[str, Any], bool, str]] = {
 """By mistake: the path, its options, whether the group also has Gloo, and what has to be found."""
 
 
+ALWAYS = {
+    a_number_is_read_in_a_step,
+    norms_are_read_one_by_one,
+    the_side_stream_is_not_waited_for,
+    a_reduction_is_used_before_its_end,
+    a_module_does_not_wait_for_its_parameters,
+    packed_parts_are_not_recorded,
+    one_rank_sends_in_another_order,
+}
+"""One or two of each kind of finding. The others are made once a day."""
+
+
 def with_mistake(mistake: Callable[[], Patch], name: str, options: dict[str, Any], mixed: bool) -> Any:
     """Return the findings on this rank: places by kind, or the text of an error."""
     pretend_group.register()
@@ -228,7 +240,11 @@ def pool() -> Iterator[Ranks]:
     pool.close()
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+@pytest.mark.parametrize(
+    "mistake",
+    [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.thorough) for one in MISTAKES],
+    ids=lambda mistake: mistake.__name__,
+)
 def test_the_mistake_is_found(pool: Ranks, mistake: Callable[[], Patch]) -> None:
     *how, wanted = MISTAKES[mistake]
     found = pool.run(partial(with_mistake, mistake, *how))
