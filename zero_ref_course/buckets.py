@@ -18,8 +18,9 @@ from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
+from zero_ref.simulator.messages import broadcasts_of_buckets
 from zero_ref.simulator.models import from_module, shapes
-from zero_ref.simulator.schedule import broadcasts_of_buckets, ddp_buckets
+from zero_ref.simulator.schedule import ddp_buckets
 from zero_ref_course import Answer, call_text, exercise, in_words, shown
 from zero_ref_course._cases import Form, check_cases, is_whole, list_of, named
 from zero_ref_course._company import on_ranks

@@ -33,26 +33,18 @@ NOT_FOR_READERS = {
     "zero_ref.comm.agreement": {"RanksLostError", "agree", "agreement"},
     "zero_ref.comm.collectives": {"Observable", "AllOf", "PendingCall", "Then", "ToBroadcast"},
     "zero_ref.comm.process_group": {"global_ranks"},
-    "zero_ref.simulator.cuts": {"Cut", "CutParams"},
+    "zero_ref.simulator.stage_3": {"Cut", "Unit"},
     "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
     "zero_ref.simulator.memory": {"StateBytes", "costs", "offloaded", "whole_bytes"},
-    "zero_ref.simulator.data_parallel": {
-        *(
-            "Message",
-            "broadcasts_of",
-            "messages_of",
-            "most_flops",
-            "new_parameters",
-            "owned_bytes",
-            "shares_of",
-            "step_of",
-        ),
+    "zero_ref.simulator.messages": {
+        *("Message", "MessagesByParam", "broadcasts_of", "messages_of", "new_parameters"),
     },
     "zero_ref.simulator.operations": {
         "forward_and_backward",
         "passes_before",
         "reduction_of",
         "shared_out",
+        "shares_of",
     },
     "zero_ref.simulator.options": {
         *("Option", "OptionField", "check_options", "explained", "from_options", "listed", "options_of"),

@@ -13,9 +13,7 @@ from zero_ref.local_sgd.averaging import AveragingSchedule, Level
 from zero_ref.plan.calls import REDUCED_BY, Call
 from zero_ref.plan.partition import ParamSpec, Slice
 from zero_ref.plan.rules import from_lists
-from zero_ref.simulator.data_parallel import data_parallel, owned_bytes
 from zero_ref.simulator.ledger import nbytes_of
-from zero_ref.simulator.local_sgd import local_sgd
 from zero_ref.simulator.operations import (
     NETWORK,
     SIDE_STREAM,
@@ -25,12 +23,27 @@ from zero_ref.simulator.operations import (
     shared_out,
 )
 from zero_ref.simulator.recipe import recipe
-from zero_ref.simulator.schedule import schedule
-from zero_ref.simulator.stage_3 import Unit, stage_3
+from zero_ref.simulator.schedule import Schedule, schedule
 
 PARAMS = [ParamSpec(6), ParamSpec(5), ParamSpec(4), ParamSpec(1)]
 OWNERS = from_lists([6, 5, 4, 1], [[0, 3], [1, 2]])
 BUCKETS = [[3], [2], [1, 0]]
+
+
+def of_owners(**options: Any) -> Schedule:
+    return scheduled("zero", PARAMS, 2, partition=OWNERS, ddp_buckets=BUCKETS, **options)
+
+
+def local_sgd(
+    params: Sequence[ParamSpec],
+    buckets: Sequence[Sequence[int]],
+    averaging: AveragingSchedule,
+    world_size: int,
+    steps: range | None = None,
+    **options: Any,
+) -> tuple[Operation, ...]:
+    options.update(averaging=averaging, ddp_buckets=buckets, steps=steps)
+    return scheduled("local-sgd", params, world_size, **options).operations
 
 
 def brief(operations: Sequence[Operation]) -> list[str]:
@@ -49,7 +62,7 @@ def waits(operations: Sequence[Operation]) -> dict[str, list[str]]:
 
 
 def test_gradients_are_reduced_behind_backward_and_updates_wait_for_them() -> None:
-    operations = data_parallel(PARAMS, 2, OWNERS, BUCKETS, flat=True)
+    operations = of_owners(flat=True).operations
     assert brief(operations) == [
         *("forward", "backward 0", "reduce 0", "backward 1", "reduce 1", "backward 2", "reduce 2"),
         *("step", "broadcast", "broadcast"),
@@ -64,7 +77,7 @@ def test_gradients_are_reduced_behind_backward_and_updates_wait_for_them() -> No
 
 
 def test_an_interleaved_update_is_of_one_bucket() -> None:
-    operations = data_parallel(PARAMS, 2, OWNERS, BUCKETS, way="interleaved", side_stream=True)
+    operations = of_owners(way="interleaved", side_stream=True).operations
     steps = [one for one in operations if one.label == "step"]
     assert [one.part for one in steps] == [0, 1, 2]
     assert [one.shares for one in steps] == [((0, 1),), ((1, 4),), ((0, 6), (1, 5))]
@@ -75,16 +88,16 @@ def test_an_interleaved_update_is_of_one_bucket() -> None:
 
 
 def test_what_is_reduced_to_owners_is_kept_by_them_only() -> None:
-    operations = data_parallel(PARAMS, 2, OWNERS, BUCKETS, to_owners=True)
-    last = next(one for one in operations if one.label == "reduce" and one.part == 2)
+    plan = of_owners(to_owners=True)
+    last = next(one for one in plan.operations if one.label == "reduce" and one.part == 2)
     assert (last.op, last.nbytes, last.gives) == ("exchange", 44, 44)
     assert last.shares == ((0, 24), (1, 20))
     assert last.calls_of(0, 2) == [Call("send", 20, 1), Call("recv", 24, 1)]
-    assert owned_bytes(OWNERS, PARAMS) == (28, 36)
+    assert plan.gradient_bytes == (28, 36)
 
 
 def test_by_reduce_each_owner_of_a_bucket_gets_its_part_in_one_call_of_all_ranks() -> None:
-    operations = data_parallel(PARAMS, 2, OWNERS, BUCKETS, to_owners=True, reduced_by="reduce")
+    operations = of_owners(to_owners=True, reduced_by="reduce").operations
     first, second = (one for one in operations if one.label == "reduce" and one.part == 2)
     assert (first.op, first.owner, first.nbytes, first.gives) == ("reduce", 0, 24, 24)
     assert (second.op, second.owner, second.nbytes, second.gives) == ("reduce", 1, 20, 20)
@@ -98,18 +111,18 @@ def test_by_reduce_each_owner_of_a_bucket_gets_its_part_in_one_call_of_all_ranks
 
 
 def test_stage_3_fetches_ahead_and_frees_what_is_computed() -> None:
-    units = [Unit(8, 40, 32, kept=True), Unit(10, 40, 40), Unit(10, 40, 0)]
-    operations = stage_3(units, 4, shards=[5, 5, 5, 3])
+    params = [ParamSpec(8), ParamSpec(10), ParamSpec(10, trainable=False)]
+    operations = schedule("zero-3", params, 4, blocks=[[0], [1], [2]]).operations
     assert brief(operations) == [
         *("gather 0", "gather 1", "forward 0", "gather 2", "forward 1", "forward 2"),
         *("gather 2", "gather 1", "backward 2", "backward 1", "reduce 1", "backward 0", "reduce 0", "step"),
     ], "unit 2 is frozen: nothing to reduce"
     by_name = dict(zip(brief(operations)[:6], operations, strict=False))
     assert by_name["gather 2"].after == (operations.index(by_name["forward 0"]),)
-    assert (by_name["forward 0"].gives, by_name["forward 1"].gives) == (0, 40), "the root's are kept"
+    assert (by_name["forward 0"].gives, by_name["forward 1"].gives) == (0, 48), "the root's are kept"
     backward = dict(zip(brief(operations)[6:], operations[6:], strict=True))
-    assert (backward["backward 1"].takes, backward["backward 1"].gives) == (40, 40)
-    assert backward["reduce 1"].gives == 30, "a quarter of it stays"
+    assert (backward["backward 1"].takes, backward["backward 1"].gives) == (48, 48)
+    assert backward["reduce 1"].gives == 36, "a quarter of it stays"
     assert backward["step"].shares == ((0, 5), (1, 5), (2, 5), (3, 3))
 
 
@@ -123,7 +136,9 @@ def test_stage_3_fetches_ahead_and_frees_what_is_computed() -> None:
     ],
 )
 def test_how_far_ahead_stage_3_fetches(prefetch: int, expected: str) -> None:
-    operations = stage_3([Unit(2, 8, 8, kept=not i) for i in range(3)], 2, [3, 3], prefetch=prefetch)
+    operations = scheduled(
+        "zero-3", [ParamSpec(2)] * 3, 2, blocks=[[0], [1], [2]], prefetch=prefetch
+    ).operations
     short = [one.label if one.part is None else f"{one.label[0]}{one.part}" for one in operations]
     assert " ".join(short) == expected
 
@@ -190,7 +205,7 @@ def of_steps(steps: range) -> tuple[Operation, ...]:
             "unknown way 'soon'; choose one of plain, after_backward, interleaved",
         ),
         (lambda: list(order(1, "in_forward")), "unknown way 'in_forward'; choose one of plain, "),
-        (lambda: stage_3([Unit(2, 8, 8)], 2, [1, 1], prefetch=-1), "prefetch counts units"),
+        (lambda: scheduled("zero-3", PARAMS, 2, prefetch=-1), "prefetch counts units"),
         (lambda: of_steps(range(0)), r"counted from 0, as in range\(8\); got range\(0, 0\)"),
         (lambda: of_steps(range(-1, 3)), r"got range\(-1, 3\)"),
         (lambda: of_steps(range(0, 8, 2)), r"steps follow one another .* got range\(0, 8, 2\)"),
@@ -341,10 +356,13 @@ def test_a_step_of_the_warm_up_is_a_step_of_ddp(
 ) -> None:
     buckets = one_bucket_each(params)
     averaging = AveragingSchedule.periodic(3, warmup_steps=2)
-    of_ddp = data_parallel(params, world_size, None, buckets, activation_bytes=activation_bytes)
+    options: dict[str, Any] = {"activation_bytes": activation_bytes, "ddp_buckets": buckets}
+    of_ddp = schedule("ddp", params, world_size, **options).operations
     for step in (0, 1):
         steps = range(step, step + 1)
-        of_step = local_sgd(params, buckets, averaging, world_size, steps, activation_bytes=activation_bytes)
+        of_step = scheduled(
+            "local-sgd", params, world_size, averaging=averaging, steps=steps, **options
+        ).operations
         assert of_step == of_ddp
 
 
@@ -376,4 +394,5 @@ def test_nothing_is_lost_when_a_number_is_shared_out(amount: int, weights: list[
 
 def test_a_parameter_that_is_cut_gives_each_owner_its_bytes() -> None:
     cut = from_lists([10], [[Slice(0, 0, 4)], [Slice(0, 4, 10)]])
-    assert owned_bytes(cut, [ParamSpec(10, "bfloat16")]) == (8, 12)
+    plan = scheduled("zero", [ParamSpec(10, "bfloat16")], 2, partition=cut, to_owners=True)
+    assert plan.gradient_bytes == (8, 12)

@@ -304,7 +304,7 @@ def test_the_work_of_a_run_hardly_grows_with_its_ranks(
         (simulator.schedule, "traffic"),
         (simulator.scenario, "plan_partition"),
         (simulator.memory, "_total"),
-        (simulator.schedule, "lay_out"),
+        (simulator.strategy, "lay_out"),
     ):
         count(place, name)
     totals = []

@@ -23,7 +23,6 @@ from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import Schedule, schedule
-from zero_ref.simulator.sharded import sharded_data_parallel
 
 PARAMS = [ParamSpec(300), ParamSpec(50)]
 EACH_A_RANGE = partial(equal_shares, range_numel=1)
@@ -184,7 +183,8 @@ def test_muon_gets_whole_gradients_by_an_exchange() -> None:
 def test_an_owner_gets_small_neighbours_in_one_message_and_a_large_gradient_in_its_own() -> None:
     numels = [SMALL_NUMEL + 1, 2, 3, SMALL_NUMEL + 2]
     params = [ParamSpec(numel, whole=True) for numel in numels]
-    operations = sharded_data_parallel(params, 3, from_lists(numels, [[0, 1, 2], [3], []]))
+    owners = from_lists(numels, [[0, 1, 2], [3], []])
+    operations = schedule(recipe("zero-2", partition=owners), params, 3).operations
     exchange = next(one for one in operations if one.op == "exchange")
     large = [4 * (SMALL_NUMEL + 1), 4 * (SMALL_NUMEL + 2)]
     assert exchange.shares == ((0, 4 * 5), (0, large[0]), (1, large[1]))
@@ -359,8 +359,3 @@ def test_parameters_that_arrive_in_forward_never_cost_time(
     )
     # Sums in another order; parts of forward are rounded to whole elements and tensors, not their sum.
     assert in_forward <= plain * (1 + 1e-9)
-
-
-def test_ranks_that_fill_no_whole_group_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 ranks cannot be divided into groups of 2"):
-        sharded_data_parallel(PARAMS, 3, equal_shares(PARAMS, 2))

@@ -13,7 +13,9 @@ from zero_ref.live.step import NAMES, PHASES, SIDE, Board
 from zero_ref.live.svg import LINE, element, text
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
-from zero_ref.simulator.data_parallel import data_parallel, messages_of
+from zero_ref.simulator.messages import messages_of
+from zero_ref.simulator.recipe import recipe
+from zero_ref.simulator.schedule import schedule
 
 SECONDS = {"reduce": (0.5, 2.3), "step": (2.9, 4.5), "broadcast": (5.1, 9.1), "equal": (9.1, 12.0)}
 MOST_RANKS, MOST_PIECES = 4, 24
@@ -59,7 +61,7 @@ def step_frames(partition: Partition) -> list[Frame]:
             take equally long, however much they carry.
     Raises:
         ValueError: other numbers of ranks, or more slices than can be told apart.
-    Source: `simulator.data_parallel.data_parallel`, whose calls are compared with real ones in chapter 4.
+    Source: `simulator.schedule.schedule`, whose calls are compared with real ones in chapter 4.
     """
     ranks = partition.world_size
     params = [ParamSpec(numel) for numel in partition.numels]
@@ -72,7 +74,8 @@ def step_frames(partition: Partition) -> list[Frame]:
     one_bucket = [list(reversed(range(len(params))))]
     sent = iter(pieces)
     frames: list[Frame] = []
-    for one in data_parallel(params, ranks, partition, one_bucket):
+    plan = schedule(recipe("zero", partition=partition), params, ranks, ddp_buckets=one_bucket)
+    for one in plan.operations:
         if one.label == "broadcast":
             start_s, stop_s = SECONDS["broadcast"]
             each_s = (stop_s - start_s) / len(pieces)

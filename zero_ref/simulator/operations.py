@@ -1,6 +1,6 @@
 """The operations of an iteration: what is computed, what is sent, and what each operation waits for.
 
-`data_parallel`, `stage_3` and `local_sgd` list the operations of a strategy; `schedule` chooses among them. A
+Each subclass of `strategy.Strategy` lists the operations of one strategy; `schedule` chooses among them. A
 rank computes in one lane, and the network carries calls in another. Each lane works through its operations in
 the order of the list; an operation also waits for those in its `after`. Operations have elements and bytes;
 `play` says how long they take.
@@ -31,7 +31,10 @@ COMPUTE = "compute"
 SIDE_STREAM = "side stream"
 
 NEEDS = {"reduce": "backward", "step": "reduce", "broadcast": "step"}
-"""What has to be done with a bucket before the operation of a label can begin."""
+"""The label of the operation on a bucket that has to end before the operation of another label can begin."""
+
+Shares = tuple[tuple[int, int], ...]
+"""(rank, amount) for each rank that has any, in the order of the ranks."""
 
 
 class Operation(NamedTuple):
@@ -71,7 +74,7 @@ class Operation(NamedTuple):
     op: str = ""
     nbytes: int = 0
     owner: int | None = None
-    shares: tuple[tuple[int, int], ...] | None = None
+    shares: Shares | None = None
     takes: int = 0
     gives: int = 0
     tensors: int = 0
@@ -168,18 +171,14 @@ def passes_before(forward: Operation, backwards: Sequence[Operation], count: int
     return [one for number in range(count) for one in (forward, whole if number else first)]
 
 
-def reduction_of(
-    backward: Operation, position: int, ranks: int | None = None, *, itemsize: int | None = None
-) -> Operation:
+def reduction_of(backward: Operation, position: int, *, itemsize: int | None = None) -> Operation:
     """The all-reduce of the gradients of a backward, which is at `position` in the list.
 
     Args:
         itemsize: bytes of an element on the way; None for those of the gradients.
     """
     nbytes = backward.takes if itemsize is None else backward.numel * itemsize
-    return Operation(
-        "reduce", NETWORK, backward.part, (position,), op="all_reduce", nbytes=nbytes, ranks=ranks
-    )
+    return Operation("reduce", NETWORK, backward.part, (position,), op="all_reduce", nbytes=nbytes)
 
 
 def shared_out(amount: int, weights: Sequence[int]) -> list[int]:
@@ -195,3 +194,8 @@ def shared_out(amount: int, weights: Sequence[int]) -> list[int]:
         parts.append(amount * done // total - given if total else 0)
         given += parts[-1]
     return parts
+
+
+def shares_of(amount_of_rank: Sequence[int]) -> Shares:
+    """The ranks that have any, with their amounts."""
+    return tuple([(rank, amount) for rank, amount in enumerate(amount_of_rank) if amount])

@@ -1,4 +1,4 @@
-"""What a strategy sends in one training iteration, call by call, and what it keeps on each rank.
+"""The calls of a strategy in one training iteration, and the bytes that it keeps on each rank.
 
 A prediction to be held against a measurement: `lab.meter` records the calls of a real run, and the two lists
 must be equal, the same operations in the same order with the same bytes. `play` says how long it takes.
@@ -13,19 +13,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zero_ref.plan.calls import Call
-from zero_ref.plan.choice import plan_partition
-from zero_ref.plan.gradients import gradient_plans
-from zero_ref.plan.layout import BucketLayout, lay_out
 from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
-from zero_ref.simulator.cuts import CutParams
-from zero_ref.simulator.data_parallel import broadcasts_of, data_parallel, messages_of, owned_bytes
-from zero_ref.simulator.groups import Groups
-from zero_ref.simulator.ledger import itemsize_of, nbytes_of, state_bytes_of_rank, state_rule
-from zero_ref.simulator.local_sgd import local_sgd
+from zero_ref.simulator.data_parallel import DDP, ZeroToOwners, ZeroWithDDP
+from zero_ref.simulator.ledger import nbytes_of
+from zero_ref.simulator.local_sgd import LocalSGD
 from zero_ref.simulator.operations import NETWORK, Operation
 from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
-from zero_ref.simulator.sharded import sharded_data_parallel
-from zero_ref.simulator.stage_3 import stage_3
+from zero_ref.simulator.sharded import ZeroWithoutDDP
+from zero_ref.simulator.stage_3 import ZeroStage3
+from zero_ref.simulator.strategy import Strategy
 from zero_ref.simulator.traffic import traffic
 
 MIB = 2**20
@@ -218,149 +214,40 @@ def schedule(
     """
     how = recipe(strategy)
     check_world_size(world_size)
-    averaging = how.averaging
-    if averaging is None and steps is not None:
+    if how.averaging is None and steps is not None:
         raise ValueError(f"steps= is for {LOCAL_SGD!r}; strategy {how.name!r} meets in every step.")
+    planned = _class_of(how)(
+        how,
+        params,
+        world_size,
+        _default_buckets(params) if ddp_buckets is None else ddp_buckets,
+        blocks,
+        activation_bytes,
+        steps,
+        side_stream,
+    )
+    return Schedule(
+        planned.operations,
+        world_size,
+        planned.parameter_bytes,
+        planned.gradient_bytes,
+        planned.state_bytes,
+        planned.iterations,
+        planned.left_to_owners,
+    )
+
+
+def _class_of(how: Recipe) -> type[Strategy]:
+    """The class that lists the operations of a recipe."""
+    if how.averaging is not None:
+        return LocalSGD
     if how.stage == 3:
-        return _stage_3(params, world_size, how, blocks, activation_bytes)
-    reduced_itemsize = None if how.reduce_dtype is None else itemsize_of(how.reduce_dtype)
-    buckets = _default_buckets(params) if ddp_buckets is None else ddp_buckets
-    muon = state_rule(how.optimizer).of_whole is not None
-    parameter_bytes = sum(nbytes_of(param) for param in params)
-    gradient_bytes = (sum(nbytes_of(param) for param in params if param.trainable),) * world_size
-
-    # A rank that shares nothing is a group of its own, and owns everything.
-    shares = how.partition is not None
-    group = how.group_of(world_size) if shares else 1
-    owned = plan_partition("sorted_greedy" if how.partition is None else how.partition, params, group)
-    replicas = world_size // owned.world_size
-    if how.flat:
-        parameter_bytes += sum(flat.padding * flat.itemsize for flat in lay_out(owned, params).flats)
-    if averaging is not None:
-        steps = averaging.steady if steps is None else steps
-        operations = local_sgd(
-            params,
-            buckets,
-            averaging,
-            world_size,
-            steps,
-            averaged_itemsize=how.averaged_itemsize,
-            activation_bytes=activation_bytes,
-            accumulation=how.accumulation,
-        )
-    elif how.without_ddp:
-        operations = sharded_data_parallel(
-            params,
-            world_size,
-            owned,
-            flat=how.flat,
-            in_forward=how.way == "in_forward",
-            activation_bytes=activation_bytes,
-            muon=muon,
-            accumulation=how.accumulation,
-            no_sync=how.no_sync,
-            reduced_itemsize=reduced_itemsize,
-        )
-    else:
-        operations = data_parallel(
-            params,
-            world_size,
-            owned if shares else None,
-            buckets,
-            flat=how.flat,
-            to_owners=how.to_owners,
-            reduced_by=how.reduced_by,
-            way=how.way,
-            side_stream=side_stream,
-            activation_bytes=activation_bytes,
-            muon=muon,
-            accumulation=how.accumulation,
-            reduced_itemsize=reduced_itemsize,
-        )
-    return Schedule(
-        operations,
-        world_size,
-        (parameter_bytes,) * world_size,
-        owned_bytes(owned, params) * replicas if how.to_owners else gradient_bytes,
-        state_bytes_of_rank(owned, params, how.optimizer) * replicas,
-        iterations=len(steps) if steps else 1,
-        left_to_owners=_left_to_owners(owned, params, how) * replicas if how.to_owners else None,
-    )
-
-
-def _left_to_owners(owned: Partition, params: Sequence[ParamSpec], how: Recipe) -> tuple[int, ...]:
-    """What `reduce_to_owners` leaves on each rank, see there."""
+        return ZeroStage3
     if how.without_ddp:
-        return _left_without_ddp(owned, params)
-    if how.way != "plain":
-        return (0,) * owned.world_size
-    nbytes = [nbytes_of(param) if param.trainable else 0 for param in params]
-    least = min((nbytes_of(param) for param in params if param.trainable and param.numel), default=0)
-    touched = ({piece.param for piece in slices} for slices in owned.slices_of_rank)
-    return tuple(sum(nbytes[number] for number in of_rank) or least for of_rank in touched)
-
-
-def _left_without_ddp(owned: Partition, params: Sequence[ParamSpec]) -> tuple[int, ...]:
-    """A rank's part of each bucket; and one gradient of zeros, the smallest, where a rank has none whole."""
-    of_rank = [0] * owned.world_size
-    for plan in gradient_plans(owned, params):
-        itemsize = itemsize_of(params[next(iter(plan.starts))].dtype)
-        if plan.is_shared:
-            of_rank = [held + plan.numel // owned.world_size * itemsize for held in of_rank]
-        else:
-            of_rank = [held + plan.own_numel(rank) * itemsize for rank, held in enumerate(of_rank)]
-    amounts = [
-        (piece.param, range(rank, rank + 1), piece.numel)
-        for rank, slices in enumerate(owned.slices_outside_ranges)
-        for piece in slices
-    ]
-    for one in owned.ranges:  # not rank by rank, which takes long on thousands
-        amounts += one.amounts_of(owned.numels, owned.world_size)
-    trained = [param for param in params if param.trainable and param.numel]
-    has_whole = {
-        ranks.start
-        for number, ranks, numel in amounts
-        if params[number].trainable and 0 < numel == params[number].numel
-    }
-    least = nbytes_of(min(trained, key=lambda param: param.numel)) if trained else 0
-    return tuple(held + (0 if rank in has_whole else least) for rank, held in enumerate(of_rank))
-
-
-def _stage_3(
-    params: Sequence[ParamSpec],
-    world_size: int,
-    how: Recipe,
-    blocks: Sequence[Sequence[int]] | None,
-    activation_bytes: int,
-) -> Schedule:
-    """Each parameter cut along its first dimension into as many parts as a group has ranks.
-
-    As torch's `fully_shard` does, of several groups on a mesh of two dimensions.
-    """
-    blocks = [range(len(params))] if blocks is None else blocks
-    if sorted(number for block in blocks for number in block) != list(range(len(params))):
-        raise ValueError(f"blocks must list each of the {len(params)} parameters once.")
-    reduced = None if how.reduce_dtype is None else itemsize_of(how.reduce_dtype)
-    groups = Groups(world_size, how.group_of(world_size))
-    cut = CutParams(params, groups.ranks)
-    shards, state = cut.held(state_rule(how.optimizer))
-    operations = stage_3(
-        [cut.unit(block, not place, reduced) for place, block in enumerate(blocks) if block],
-        world_size,
-        shards * groups.replicas,
-        group=groups.ranks,
-        prefetch=how.prefetch,
-        activation_bytes=activation_bytes,
-        accumulation=how.accumulation,
-        no_sync=how.no_sync and how.accumulation > 1,
-    )
-    return Schedule(
-        operations,
-        world_size,
-        (cut.parameter_bytes,) * world_size,
-        (cut.gradient_bytes,) * world_size,
-        tuple(state) * groups.replicas,
-    )
+        return ZeroWithoutDDP
+    if how.to_owners:
+        return ZeroToOwners
+    return DDP if how.partition is None else ZeroWithDDP
 
 
 def _default_buckets(params: Sequence[ParamSpec]) -> list[list[int]]:
@@ -401,43 +288,10 @@ def calls_of_rank(
         to_owners: gradients are reduced to the owners only; else all-reduced.
         reduced_by: how they are, one of REDUCED_BY.
     """
-    operations = data_parallel(
-        params,
-        partition.world_size,
-        partition,
-        ddp_buckets(params) if buckets is None else buckets,
-        flat=flat,
-        to_owners=to_owners,
-        reduced_by=reduced_by,
-        way="interleaved" if interleaved else "plain",
-    )
-    return [call for one in operations for call in one.calls_of(rank, partition.world_size)]
-
-
-def broadcasts_of_slices(partition: Partition, params: Sequence[ParamSpec]) -> list[Call]:
-    """One broadcast for each trainable slice, owner by owner.
-
-    >>> from zero_ref.plan.rules import sorted_greedy
-    >>> broadcasts_of_slices(sorted_greedy([6, 5], 2), [ParamSpec(6), ParamSpec(5, trainable=False)])
-    [Call(op='broadcast', nbytes=24, peer=0)]
-    """
-    return broadcasts_of(messages_of(partition, params, flat=False), params, range(len(params)))
-
-
-def broadcasts_of_buckets(layout: BucketLayout) -> list[Call]:
-    """One broadcast for each bucket, in the order in which the buckets lie.
-
-    >>> from zero_ref.plan.rules import sorted_greedy
-    >>> params = [ParamSpec(6), ParamSpec(5), ParamSpec(4)]
-    >>> from zero_ref.plan.layout import lay_out
-    >>> broadcasts_of_buckets(lay_out(sorted_greedy([6, 5, 4], 2), params))
-    [Call(op='broadcast', nbytes=24, peer=0), Call(op='broadcast', nbytes=36, peer=1)]
-    """
-    return [
-        Call("broadcast", bucket.numel * flat.itemsize, bucket.owner)
-        for flat in layout.flats
-        for bucket in flat.buckets
-    ]
+    to_whom = {"to_owners": True, "reduced_by": reduced_by} if to_owners else {}
+    way = "interleaved" if interleaved else "plain"
+    how = recipe("zero", partition=partition, flat=flat, way=way, **to_whom)
+    return list(schedule(how, params, partition.world_size, ddp_buckets=buckets).calls_of(rank))
 
 
 def ddp_buckets(

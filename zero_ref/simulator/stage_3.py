@@ -1,13 +1,54 @@
-"""The operations of ZeRO's stage 3: parameters are sharded, and gathered unit by unit before use."""
+"""The strategy of ZeRO's stage 3: parameters are sharded, and gathered unit by unit before use."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
+from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.groups import Groups
+from zero_ref.simulator.ledger import itemsize_of, state_rule
 from zero_ref.simulator.operations import COMPUTE, NETWORK, Operation, shared_out
+from zero_ref.simulator.strategy import Strategy
+
+
+class Cut(NamedTuple):
+    """A parameter cut along its first dimension. Each rank has room for as many rows as the fullest.
+
+    >>> Cut.of(ParamSpec(12, shape=(3, 4)), ranks=2)
+    Cut(rows=3, chunk=2, width=4, padded=32)
+
+    Args:
+        rows: the size of the dimension.
+        chunk: rows of the fullest rank.
+        width: elements of a row.
+        padded: bytes on each rank.
+    """
+
+    rows: int
+    chunk: int
+    width: int
+    padded: int
+
+    @classmethod
+    def of(cls, param: ParamSpec, ranks: int) -> Cut:
+        """Cut along the first dimension, as torch's `fully_shard` does."""
+        rows = param.rows
+        chunk, width = -(-rows // ranks), param.numel // max(rows, 1)
+        return cls(rows, chunk, width, chunk * width * itemsize_of(param.dtype))
+
+    def amounts(self) -> tuple[tuple[int, int], ...]:
+        """(place, change of the elements from this place on): first full chunks, then the rest, then none.
+
+        >>> Cut.of(ParamSpec(12, shape=(3, 4)), ranks=2).amounts()
+        ((0, 8), (1, -4), (2, -4))
+        """
+        full_ranks, rest = divmod(self.rows, self.chunk) if self.chunk else (0, 0)
+        full, part = self.chunk * self.width, rest * self.width
+        return (0, full), (full_ranks, part - full), (full_ranks + 1, -part)
 
 
 class Unit(NamedTuple):
@@ -20,142 +61,172 @@ class Unit(NamedTuple):
         kept: the unit is not freed between its forward and its backward. The root unit is kept, since the
             model begins and ends with its parameters.
         tensors: the number of parameters.
-        gradient_bytes: of its gradients as backward makes them, where they travel in another dtype; None for
-            `reduced_bytes`.
+        gradient_bytes: of its gradients as backward makes them, perhaps in another dtype than they travel in.
     """
 
     numel: int
     gathered_bytes: int
     reduced_bytes: int
-    kept: bool = False
-    tensors: int = 0
-    gradient_bytes: int | None = None
-
-    @property
-    def own_gradient_bytes(self) -> int:
-        """Of its gradients as backward makes them."""
-        return self.reduced_bytes if self.gradient_bytes is None else self.gradient_bytes
+    kept: bool
+    tensors: int
+    gradient_bytes: int
 
 
-def stage_3(
-    units: Sequence[Unit],
-    world_size: int,
-    shards: Sequence[int],
-    *,
-    prefetch: int = 1,
-    activation_bytes: int = 0,
-    group: int | None = None,
-    accumulation: int = 1,
-    no_sync: bool = False,
-) -> tuple[Operation, ...]:
-    """Parameters gathered before use, in forward and again in backward; gradients reduced to shards.
+class ZeroStage3(Strategy):
+    """Each parameter is cut along its first dimension into as many parts as a group has ranks.
+
+    torch's `fully_shard` cuts them in the same way. Parameters are gathered before use, in forward and again
+    in backward; gradients are reduced to shards, and between groups all-reduced shard by shard.
 
     Before a unit computes, all-gathers start for the units up to `prefetch` places further on. So in backward
     the next unit's parameters come before this unit's gradients: the network does first what is needed first.
 
-    >>> units = [Unit(8, 16, 16, kept=True), Unit(10, 20, 20), Unit(10, 20, 20)]
-    >>> [f"{one.label} {one.part}" for one in stage_3(units, 2, shards=[14, 14]) if one.op]
+    >>> from zero_ref.simulator.schedule import schedule
+    >>> plan = schedule("zero-3", [ParamSpec(8), ParamSpec(10), ParamSpec(10)], 2, blocks=[[0], [1], [2]])
+    >>> [f"{one.label} {one.part}" for one in plan.operations if one.op]
     ['gather 0', 'gather 1', 'gather 2', 'gather 2', 'gather 1', 'reduce 2', 'reduce 1', 'reduce 0']
 
-    Args:
-        units: in the order of forward; backward takes them in reverse.
-        world_size: ranks; of several groups, of all of them.
-        shards: elements that each rank updates.
-        prefetch: how many units ahead; with 0 a unit is gathered when it is needed, and no computing hides
-            the wait.
-        activation_bytes: that forward leaves for backward, on each rank.
-        group: how many consecutive ranks share the parameters, and gather and reduce among themselves. Then
-            the groups all-reduce each shard of the gradients. None for all ranks.
-        accumulation: forwards and backwards before the update. Each gathers the parameters, and reduces its
-            gradients, which add up in the shards.
-        no_sync: only the last backward reduces; until then each rank keeps whole gradients.
-    Raises:
-        ValueError: `prefetch` is negative.
     Source: ZeRO (arXiv:1910.02054), section 5.3. The order is that of torch's `fully_shard`, as recorded in
         tests/simulator/test_stage_3.py.
     """
-    if prefetch < 0:
-        raise ValueError(f"prefetch counts units, 0 or more; got {prefetch}.")
-    groups = Groups(world_size, group or world_size)
-    building = _Building(units, groups, activation_bytes, no_sync)
-    for number in range(accumulation):
-        building.is_first, building.reduces = not number, not no_sync or number == accumulation - 1
-        for label, way in (("forward", 1), ("backward", -1)):
-            to_gather = deque(
-                part
-                for part in range(len(units))[::way]
-                if groups.ranks > 1 and not (label == "backward" and units[part].kept)
-            )
-            for part in range(len(units))[::way]:
-                while to_gather and way * (to_gather[0] - part) <= prefetch:
-                    building.gather(to_gather.popleft())
-                building.compute(label, part)
-    building.step(shards)
-    return tuple(building.operations)
 
-
-class _Building:
-    """The operations so far, and the positions of those that the next ones wait for."""
-
-    def __init__(self, units: Sequence[Unit], groups: Groups, activation_bytes: int, no_sync: bool) -> None:
-        self.units, self.groups, self.no_sync = units, groups, no_sync
+    def _list_operations(self) -> None:
+        units, groups = self._units, self.groups
+        if self.how.prefetch < 0:
+            raise ValueError(f"prefetch counts units, 0 or more; got {self.how.prefetch}.")
         # Blocks keep activations, and the root keeps none, if there are blocks.
         weights = [0 if unit.kept and len(units) > 1 else unit.numel for unit in units]
-        self.activation_bytes = shared_out(activation_bytes, weights)
-        self.is_first, self.reduces = True, True
-        self.operations: list[Operation] = []
-        self.gathered: dict[int, tuple[int, ...]] = {}  # the last all-gather of each unit
-        self.computed: tuple[int, ...] = ()  # the last computation
-        self.reduced: tuple[int, ...] = ()  # the last reduce-scatter
+        self._kept_bytes = shared_out(self.activation_bytes, weights)
+        self._gathered: dict[int, tuple[int, ...]] = {}  # the last all-gather of each unit
+        self._computed: tuple[int, ...] = ()  # the last computation
+        self._reduced: tuple[int, ...] = ()  # the last reduction
+        for number in range(self.how.accumulation):
+            self._is_first = not number
+            self._reduces = not self._no_sync or number == self.how.accumulation - 1
+            for label, way in (("forward", 1), ("backward", -1)):
+                to_gather = deque(
+                    part
+                    for part in range(len(units))[::way]
+                    if groups.ranks > 1 and not (label == "backward" and units[part].kept)
+                )
+                for part in range(len(units))[::way]:
+                    while to_gather and way * (to_gather[0] - part) <= self.how.prefetch:
+                        self._gather(to_gather.popleft())
+                    self._compute(label, part)
+        self._step()
 
-    def _append(self, operation: Operation) -> tuple[int, ...]:
-        self.operations.append(operation)
-        return (len(self.operations) - 1,)
+    @cached_property
+    def groups(self) -> Groups:
+        return Groups(self.world_size, self.how.group_of(self.world_size))
 
-    def gather(self, part: int) -> None:
-        nbytes = self.units[part].gathered_bytes
-        gather = Operation("gather", NETWORK, part, self.computed, op="all_gather", nbytes=nbytes)
-        self.gathered[part] = self._append(self.groups.within(gather._replace(takes=nbytes)))
+    @property
+    def _no_sync(self) -> bool:
+        """Only the last of several backwards reduces; until then each rank keeps whole gradients."""
+        return self.how.no_sync and self.how.accumulation > 1
 
-    def compute(self, label: str, part: int) -> None:
+    @cached_property
+    def _units(self) -> list[Unit]:
+        """The units in the order of forward; the root's parameters are the first block."""
+        blocks = [range(len(self.params))] if self.blocks is None else self.blocks
+        if sorted(number for block in blocks for number in block) != list(range(len(self.params))):
+            raise ValueError(f"blocks must list each of the {len(self.params)} parameters once.")
+        return [self._unit(block, kept=not place) for place, block in enumerate(blocks) if block]
+
+    @cached_property
+    def _cuts(self) -> list[Cut]:
+        return [Cut.of(param, self.groups.ranks) for param in self.params]
+
+    def _unit(self, numbers: Sequence[int], *, kept: bool) -> Unit:
+        """The unit of some parameters."""
+        ranks, cuts, itemsize = self.groups.ranks, self._cuts, self._reduced_itemsize
+        trained = [number for number in numbers if self.params[number].trainable]
+        own = ranks * sum(cuts[number].padded for number in trained)
+        reduced = own
+        if itemsize is not None:
+            reduced = ranks * itemsize * sum(cuts[number].chunk * cuts[number].width for number in trained)
+        return Unit(
+            sum(self.params[number].numel for number in numbers),
+            ranks * sum(cuts[number].padded for number in numbers),
+            reduced,
+            kept,
+            len(numbers),
+            own,
+        )
+
+    def _gather(self, part: int) -> None:
+        nbytes = self._units[part].gathered_bytes
+        gather = Operation("gather", NETWORK, part, self._computed, op="all_gather", nbytes=nbytes)
+        self._gathered[part] = (self._append(self.groups.within(gather._replace(takes=nbytes))),)
+
+    def _compute(self, label: str, part: int) -> None:
         """Forward or backward of a unit, and the reduction of the gradients that backward makes."""
-        unit = self.units[part]
+        unit = self._units[part]
         whole = unit.gathered_bytes if self.groups.ranks > 1 else 0
         if label == "forward":
-            takes, gives = self.activation_bytes[part], 0 if unit.kept else whole
+            takes, gives = self._kept_bytes[part], 0 if unit.kept else whole
         else:
-            takes, gives = self._gradient_bytes(part), whole + self.activation_bytes[part]
-        after = self.gathered.get(part, ())
+            takes, gives = self._gradient_bytes(part), whole + self._kept_bytes[part]
+        after = self._gathered.get(part, ())
         compute = Operation(label, COMPUTE, part, after, unit.numel, takes=takes, gives=gives)
-        self.computed = self._append(compute._replace(tensors=unit.tensors))
-        if label == "backward" and unit.reduced_bytes and self.reduces:
+        self._computed = (self._append(compute._replace(tensors=unit.tensors)),)
+        if label == "backward" and unit.reduced_bytes and self._reduces:
             self._reduce(part)
 
     def _gradient_bytes(self, part: int) -> int:
-        """What the backward of a unit allocates for its gradients."""
-        unit = self.units[part]
+        """Bytes that the backward of a unit allocates for its gradients."""
+        unit = self._units[part]
         alone = self.groups.world_size == 1
-        if self.no_sync:  # they add up in the dtype in which they will travel
-            return unit.reduced_bytes if self.is_first else 0
-        return 0 if alone and not self.is_first else unit.own_gradient_bytes
+        if self._no_sync:  # they add up in the dtype in which they will travel
+            return unit.reduced_bytes if self._is_first else 0
+        return 0 if alone and not self._is_first else unit.gradient_bytes
 
     def _reduce(self, part: int) -> None:
         """The gradients of a unit are reduced among the ranks that share it, and then between the groups."""
-        unit, groups = self.units[part], self.groups
-        whole = unit.reduced_bytes if self.no_sync else unit.own_gradient_bytes
-        shard = (
-            unit.own_gradient_bytes // groups.ranks if self.is_first or self.no_sync else 0
-        )  # else it is there
-        reduce = Operation("reduce", NETWORK, part, self.computed, op="reduce_scatter")
+        unit, groups = self._units[part], self.groups
+        whole = unit.reduced_bytes if self._no_sync else unit.gradient_bytes
+        is_new = self._is_first or self._no_sync  # else gradients are added to the shard
+        shard = unit.gradient_bytes // groups.ranks if is_new else 0
+        reduce = Operation("reduce", NETWORK, part, self._computed, op="reduce_scatter")
         if groups.ranks > 1:
             scatter = reduce._replace(nbytes=unit.reduced_bytes, gives=whole - shard)
-            self.reduced = self._append(groups.within(scatter))
+            self._reduced = (self._append(groups.within(scatter)),)
         if groups.replicas > 1:
-            after, gives = (self.reduced, 0) if groups.ranks > 1 else (self.computed, whole - shard)
+            after, gives = (self._reduced, 0) if groups.ranks > 1 else (self._computed, whole - shard)
             between = reduce._replace(op="all_reduce", nbytes=unit.reduced_bytes // groups.ranks, gives=gives)
-            self.reduced = self._append(groups.between(between._replace(after=after)))
+            self._reduced = (self._append(groups.between(between._replace(after=after))),)
 
-    def step(self, shards: Sequence[int]) -> None:
-        tensors = sum(unit.tensors for unit in self.units if unit.reduced_bytes)
-        step = Operation("step", COMPUTE, None, self.reduced, numel=sum(shards), tensors=tensors)
+    def _step(self) -> None:
+        shards = self._held[0] * self.groups.replicas
+        tensors = sum(unit.tensors for unit in self._units if unit.reduced_bytes)
+        step = Operation("step", COMPUTE, None, self._reduced, numel=sum(shards), tensors=tensors)
         self._append(step._replace(shares=tuple(enumerate(shards))))
+
+    @property
+    def parameter_bytes(self) -> tuple[int, ...]:
+        return (sum(cut.padded for cut in self._cuts),) * self.world_size
+
+    @property
+    def gradient_bytes(self) -> tuple[int, ...]:
+        trained = (cut.padded for param, cut in zip(self.params, self._cuts) if param.trainable)
+        return (sum(trained),) * self.world_size
+
+    @property
+    def state_bytes(self) -> tuple[int, ...]:
+        return tuple(self._held[1]) * self.groups.replicas
+
+    @cached_property
+    def _held(self) -> tuple[list[int], list[int]]:
+        """Elements that each place of a group updates, and bytes that it holds as state."""
+        ranks, rule = self.groups.ranks, state_rule(self.how.optimizer)
+        # The first have full chunks, one the rest, others nothing: note where that changes, then add up.
+        shard_changes, state_changes = [0] * (ranks + 2), [0] * (ranks + 2)
+        for param, cut in zip(self.params, self._cuts):
+            its = rule.of(param)
+            has_state = param.trainable or its.for_frozen
+            for place, change in cut.amounts():
+                shard_changes[place] += change * param.trainable
+                if has_state:
+                    state_changes[place] += its.nbytes(change, itemsize_of(param.dtype)) - its.scalar_bytes
+            if has_state:
+                state_changes[0] += its.scalar_bytes  # on every rank, also where it has no rows
+        return list(accumulate(shard_changes))[:ranks], list(accumulate(state_changes))[:ranks]
