@@ -214,10 +214,9 @@ def test_only_what_the_owner_has_counts() -> None:
 # --------------------------------------------------------------------------------------------- against torch
 
 
-@pytest.mark.parametrize("norm_type", NORMS, ids=str)
 @pytest.mark.parametrize("make", [tangle, many])
-def test_every_norm_equals_torchs_under_every_partition(make: Callable[[], Params], norm_type: Any) -> None:
-    assert_clips_as_torch(make, [(0.1, norm_type), (1e9, norm_type)])
+def test_every_norm_equals_torchs_under_every_partition(make: Callable[[], Params]) -> None:
+    assert_clips_as_torch(make, [*((0.1, norm_type) for norm_type in NORMS), (1e9, 2)])
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
@@ -259,34 +258,15 @@ def on_meta() -> nn.Parameter:
     "dtypes",
     [
         [BFLOAT16],
-        [FLOAT16],
-        [torch.float64],
         [BFLOAT16, FLOAT32],
-        [FLOAT32, BFLOAT16, torch.float64],
         [BFLOAT16, FLOAT16],
         [torch.float64, BFLOAT16, FLOAT32, FLOAT16, torch.complex64],
     ],
     ids=str,
 )
 def test_several_dtypes_give_torchs_total_in_torchs_dtype(dtypes: list[torch.dtype]) -> None:
-    assert_clips_as_torch(lambda: many(dtypes), [(0.1, 2), (50.0, 1), (1.0, INF), (1.0, 3)], world_sizes=(3,))
-
-
-@settings(max_examples=30, deadline=None)
-@given(lists(integers(1, 40), min_size=1, max_size=30), integers(1, 5), integers(0, 10**6))
-def test_whole_parameters_of_any_sizes_give_torchs_total(
-    numels: list[int], world_size: int, seed: int
-) -> None:
-    def make() -> Params:
-        generator = torch.Generator().manual_seed(seed)
-        params = []
-        for numel in numels:
-            params += weights(torch.randn(numel, generator=generator).tolist())
-            if torch.rand((), generator=generator) < 0.2:
-                params[-1].grad = None
-        return params
-
-    assert_clips_as_torch(make, [(0.1, 2.0), (0.1, 3.0)], ["sorted_greedy"], (world_size,))
+    cases = [(0.1, 2), (50.0, 1), (1.0, INF), (1.0, 3)]
+    assert_clips_as_torch(lambda: many(dtypes), cases, ["sorted_greedy", "even"], (3,))
 
 
 @composite
@@ -327,14 +307,6 @@ def test_a_cut_follows_the_parameters_memory_where_the_gradients_is_another() ->
     assert virtual.run(on_rank, 2) == [11.0, 11.0]  # 1 + 4 + 16 + 100
 
 
-@pytest.mark.parametrize("partition", PARTITIONS, ids=describe)
-def test_the_total_is_the_same_on_all_ranks_also_where_parameters_are_cut(partition: Any) -> None:
-    for owner_only in (False, True):
-        totals = virtual.run(clipped, 4, tangle, partition, [(0.1, 2.0), (0.1, 3.0)], owner_only)
-        for outcomes in totals:
-            assert [total for total, _ in outcomes] == [total for total, _ in totals[0]]
-
-
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
 def test_the_parts_of_a_half_precision_parameter_are_rounded_once_and_together(dtype: torch.dtype) -> None:
     """Eight parts of norm 1.0025 each: rounded by itself, each would be 1."""
@@ -355,10 +327,6 @@ def test_the_parts_of_a_half_precision_parameter_are_rounded_once_and_together(d
 def test_no_gradients_at_all_give_torchs_zero() -> None:
     assert_clips_as_torch(lambda: weights(None, None), [(1.0, 2.0)])
     assert_clips_as_torch(lambda: [nn.Parameter(torch.zeros(3, dtype=torch.float64))], [(1.0, INF)])
-
-
-def test_more_ranks_than_parameters() -> None:
-    assert_clips_as_torch(lambda: weights([3.0], [4.0]), [(1.0, 2.0), (1.0, INF)], world_sizes=(5,))
 
 
 def test_a_gradient_from_before_freezing_counts_as_in_torch() -> None:
@@ -461,9 +429,8 @@ def split_in_two(params: Params) -> list[Params]:
     return [params[: len(params) // 3], params[len(params) // 3 :]]
 
 
-@pytest.mark.parametrize("norm_type", NORMS, ids=str)
-@pytest.mark.parametrize("partition", PARTITIONS, ids=describe)
-@pytest.mark.parametrize("owner_only", [False, True])
+@pytest.mark.parametrize("norm_type", [2, INF, -1], ids=str)
+@pytest.mark.parametrize(("partition", "owner_only"), [("sorted_greedy", False), ("even", True)])
 def test_two_optimizers_have_torchs_norm_of_all(partition: Any, owner_only: bool, norm_type: Any) -> None:
     def on_rank(comm: Collectives) -> Outcome:
         params = many([FLOAT32, BFLOAT16])
@@ -607,15 +574,14 @@ def test_each_rank_computes_only_the_norms_of_what_it_owns(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("value", [torch.nan, INF, -INF])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, INF])
-def test_non_finite_gradients_are_scaled_as_in_torch(value: float, norm_type: float) -> None:
+def test_non_finite_gradients_are_scaled_as_in_torch(value: float) -> None:
     def make() -> Params:
         params = many(count=7)
         assert params[4].grad is not None
         params[4].grad[0] = value
         return params
 
-    assert_clips_as_torch(make, [(1.0, norm_type)], ["sorted_greedy", "even"])
+    assert_clips_as_torch(make, [(1.0, 1), (1.0, 2), (1.0, INF)], ["sorted_greedy", "even"])
 
 
 @pytest.mark.parametrize("owner_only", [False, True])
@@ -661,10 +627,6 @@ def test_error_if_nonfinite_when_every_norm_is_finite() -> None:
 
     with pytest.raises(RuntimeError, match="non-finite, though that of each parameter is finite"):
         virtual.run(on_rank, 2)
-
-
-def test_error_if_nonfinite_lets_finite_gradients_pass() -> None:
-    assert_clips_as_torch(many, [(1.0, 2.0)], ["sorted_greedy"], error_if_nonfinite=True)
 
 
 # ------------------------------------------------------------------------------------------------- refusals
@@ -805,50 +767,6 @@ def test_ranks_that_pass_different_things_are_told() -> None:
 
 
 # ---------------------------------------------------------------------------------------- in a training run
-
-
-@pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
-@pytest.mark.parametrize("as_view", [False, True])
-def test_training_with_clipping_equals_the_unsharded_run(partition: str, as_view: bool) -> None:
-    def train(optimizer_of: Callable[[Any], Any], clip: Callable[[Any, Any], Any]) -> list[Any]:
-        model = Tangle()
-        optimizer = optimizer_of(model.parameters())
-        totals = []
-        for step in range(4):
-            optimizer.zero_grad()
-            fill_gradients(list(model.parameters()), step, world_size=1)
-            totals.append(clip(optimizer, model))
-            optimizer.step()
-        return [*totals, *model.parameters()]
-
-    def on_rank(comm: Collectives) -> list[Any]:
-        return train(
-            lambda params: ZeroRedundancyOptimizer(
-                params, optim.AdamW, comm, as_view, partition=partition, lr=0.1
-            ),
-            lambda zero, model: clip_grad_norm_(zero, 1.0),
-        )
-
-    expected = train(
-        lambda params: optim.AdamW(params, lr=0.1),
-        lambda optimizer, model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    )
-    for ours in virtual.run(on_rank, 3):
-        for got, wanted in zip(ours, expected, strict=True):
-            if partition == "even":
-                torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
-            else:
-                assert torch.equal(got, wanted)
-
-
-def test_parameters_added_later_count() -> None:
-    def on_rank(comm: Collectives) -> float:
-        params = weights([3.0], [4.0], [12.0])
-        zero = sharded(params[:1], comm)
-        zero.add_param_group({"params": params[1:]})
-        return clip_grad_norm_(zero, 100.0).item()
-
-    assert virtual.run(on_rank, 2) == [13.0, 13.0]
 
 
 def test_a_partition_of_ones_own() -> None:
