@@ -101,8 +101,9 @@ def test_one_rank_has_nobody_to_compare_with() -> None:
 # ------------------------------------------------------------------------------------------------ options
 
 
-@pytest.mark.parametrize("make", [sgd, bucketed, oss])
-@pytest.mark.parametrize(("after", "found"), [(0, 1), (1, 2), (2, 4), (4, 8), (7, 8)])
+@pytest.mark.parametrize(
+    ("make", "after", "found"), [(sgd, 0, 1), (bucketed, 1, 2), (oss, 2, 4), (sgd, 4, 8), (bucketed, 7, 8)]
+)
 def test_an_option_set_on_one_rank_is_an_error_on_all_in_the_next_check(
     make: Make, after: int, found: int
 ) -> None:
@@ -279,8 +280,7 @@ def step_that_fails(trainee: Trainee, failing: bool, closure: Any = None) -> str
     return message
 
 
-@pytest.mark.parametrize("with_closure", [False, True])
-@pytest.mark.parametrize("make", [sgd, bucketed, oss])
+@pytest.mark.parametrize(("make", "with_closure"), [(sgd, True), (bucketed, False), (oss, False)])
 def test_an_update_lost_on_one_rank_is_an_error_on_all_until_a_state_is_loaded(
     make: Make, with_closure: bool, tmp_path: Path
 ) -> None:

@@ -35,13 +35,14 @@ def kinds(row: Row) -> Any:
 @pytest.mark.thorough
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.timeout(3600)  # torchao's are compiled, and pytorch_optimizer has more than 100
+@pytest.mark.timeout(3600)  # torchao's are compiled; pytorch_optimizer has more than 100, every fourth is run
 def test_the_table_says_what_happens(package: str) -> None:
     pytest.importorskip(package)
     here, there = made_with(), CONTENT["made_with"]
     if package != "torch" and {here["torch"], here[package]} != {there["torch"], there[package]}:
         pytest.skip(f"the table is of torch {there['torch']} and {package} {there[package]}")
-    for case in cases_of(package):
+    cases = [*cases_of(package)]
+    for case in cases[::4] if package == "pytorch_optimizer" else cases:
         if case.name in CONTENT["left_out"].get(package, {}):
             continue
         with undisturbed():

@@ -39,7 +39,6 @@ from zero_ref.lab.meter import DDPRecorder, held_bytes, recording, state_bytes
 from zero_ref.lab.ranks import run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
-from zero_ref.plan.rules import from_lists
 
 pytestmark = pytest.mark.ranks
 
@@ -78,22 +77,6 @@ FIVE: list[tuple[Any, dict[str, Any]]] = [
     (optim.AdamW, {"lr": 0.01}),
     (optim.Adagrad, {"lr": 0.1}),
     (optim.RMSprop, {"momentum": 0.5}),
-]
-VARIANTS: list[tuple[Any, dict[str, Any]]] = [
-    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "fused": True}),
-    (optim.SGD, {"lr": 0.1, "foreach": True, "maximize": True}),
-    (optim.Adam, {"fused": True, "amsgrad": True}),
-    (optim.AdamW, {"fused": True}),
-    (optim.AdamW, {"foreach": True, "maximize": True}),
-    (optim.Adagrad, {"lr": 0.1, "fused": True}),
-    (optim.Adagrad, {"lr": 0.1, "foreach": True}),
-    (optim.RMSprop, {"foreach": True, "maximize": True}),
-    (optim.Adadelta, {}),
-    (optim.Adamax, {}),
-    (optim.NAdam, {}),
-    (optim.RAdam, {}),
-    (optim.ASGD, {"t0": 1.0}),
-    (optim.Rprop, {}),
 ]
 LISTS = "lists"
 FINISHED = "finished"
@@ -136,7 +119,7 @@ def torchs(as_view: bool, optimizer_class: Any, options: dict[str, Any], group: 
     return make
 
 
-def parity(cases: list[tuple[Any, dict[str, Any]]], modes: list[tuple[Any, bool]], with_torchs: bool) -> int:
+def parity(cases: list[tuple[Any, dict[str, Any]]], modes: list[tuple[Any, bool]]) -> int:
     """On each rank: every case in every mode. Returns how many runs were compared."""
     compared = 0
     for optimizer_class, options in cases:
@@ -144,7 +127,7 @@ def parity(cases: list[tuple[Any, dict[str, Any]]], modes: list[tuple[Any, bool]
         # torch's bucket view gives a channels_last parameter other strides: DDP then sums in another order.
         for channels_last in (True, False):
             plain = train(plainly(optimizer_class, options), channels_last=channels_last)
-            for as_view in (False, True) if with_torchs else ():
+            for as_view in (False, True):
                 if not (channels_last and as_view):
                     theirs = train(torchs(as_view, optimizer_class, options), channels_last=channels_last)
                     assert_same(theirs, plain, f"torch's {name}, bucket view {as_view}")
@@ -154,31 +137,13 @@ def parity(cases: list[tuple[Any, dict[str, Any]]], modes: list[tuple[Any, bool]
                     train(ours(mode, optimizer_class, options), channels_last=channels_last), plain, label
                 )
                 compared += 1
-    if dist.get_world_size() > 1:
-        assert_ranks_had_other_gradients()
+    assert_ranks_had_other_gradients()
     return compared
 
 
-ALL_MODES = [*MODES, (LISTS, False), (LISTS, True), (FINISHED, True)]
-
-
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 4))])
-def test_five_optimizers_in_every_mode_equal_torchs_class_and_the_plain_optimizer(world_size: int) -> None:
-    modes = ALL_MODES if world_size == 2 else [*FEW_MODES, ("registration_greedy", False), (LISTS, True)]
-    counts = run(parity, world_size, FIVE, modes, with_torchs=True, timeout=100)
-    assert counts == [len(FIVE) * (len(modes) + 2)] * world_size
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_variants_and_further_optimizers_equal_the_plain_optimizer(world_size: int) -> None:
-    run(
-        parity,
-        world_size,
-        VARIANTS,
-        FEW_MODES if world_size == 2 else FEW_MODES[2:],
-        with_torchs=False,
-        timeout=600,
-    )
+def test_five_optimizers_equal_torchs_class_and_the_plain_optimizer() -> None:
+    modes = [*FEW_MODES, ("registration_greedy", False), (LISTS, True)]
+    assert run(parity, 2, FIVE, modes, timeout=100) == [len(FIVE) * (len(modes) + 2)] * 2
 
 
 # ------------------------------------------------------------------------------ groups, ranks, kinds of ranks
@@ -192,7 +157,7 @@ def on_a_subgroup() -> str:
             ZeroRedundancyOptimizer(Tangle().parameters(), optim.AdamW, odd)
         return "refused"
     plain = train(lambda ddp: optim.AdamW(ddp.parameters()), group=odd)
-    for mode in ALL_MODES:
+    for mode in (*FEW_MODES, (LISTS, False), (FINISHED, True)):
         assert_same(train(ours(mode, optim.AdamW, {}, odd), group=odd), plain, str(mode))
     optimizer = ZeroRedundancyOptimizer(Tangle().parameters(), optim.AdamW, odd)
     assert optimizer.process_group is odd
@@ -205,18 +170,6 @@ def on_a_subgroup() -> str:
 
 def test_a_subgroup_whose_ranks_are_not_0_and_1() -> None:
     assert run(on_a_subgroup, 4) == ["refused", "state here: False", "refused", "state here: True"]
-
-
-def two_groups_at_once() -> None:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    group = groups[dist.get_rank() % 2]
-    plain = train(lambda ddp: optim.AdamW(ddp.parameters()), group=group)
-    for mode in FEW_MODES:
-        assert_same(train(ours(mode, optim.AdamW, {}, group), group=group), plain, str(mode))
-
-
-def test_two_groups_of_one_world_train_side_by_side() -> None:
-    run(two_groups_at_once, 4)
 
 
 def same_on_any_ranks(comm: Collectives, partition: Any, as_view: bool) -> tuple[list[Snapshot], list[Call]]:
@@ -254,29 +207,6 @@ def test_virtual_ranks_equal_real_ranks_and_make_the_same_calls() -> None:
             assert calls == imagined[rank][1]
 
 
-def more_ranks_than_parameters() -> None:
-    def train_two(make: MakeOptimizer) -> list[Snapshot]:
-        model = nn.Linear(2, 2, bias=False)
-        with torch.no_grad():
-            model.weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-        ddp, snapshots = DDP(model), []
-        optimizer = make(ddp)
-        for _ in range(3):
-            optimizer.zero_grad()
-            ddp(torch.tensor([[1.0, dist.get_rank()]])).pow(2).sum().backward()
-            optimizer.step(None)
-            snapshots.append(snapshot(ddp))
-        return snapshots
-
-    plain = train_two(lambda ddp: optim.AdamW(ddp.parameters()))
-    for mode in MODES:
-        assert_same(train_two(ours(mode, optim.AdamW, {})), plain, str(mode))
-
-
-def test_more_ranks_than_parameters() -> None:
-    run(more_ranks_than_parameters, 4)
-
-
 def several_dtypes() -> None:
     def train_mixed(make: MakeOptimizer) -> list[Snapshot]:
         model = Tangle()
@@ -293,7 +223,7 @@ def several_dtypes() -> None:
         return snapshots
 
     plain = train_mixed(lambda model: optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    for mode in MODES:
+    for mode in FEW_MODES:
         assert_same(train_mixed(ours(mode, optim.SGD, {"lr": 0.1, "momentum": 0.9})), plain, str(mode))
 
 
@@ -413,45 +343,6 @@ def test_scalers_accumulation_closures_schedulers_and_activation_checkpointing()
     run(what_users_do, 2)
 
 
-def compiled() -> None:
-    loop_equals_plain(as_usual, wrap=lambda model: DDP(torch.compile(model, backend="aot_eager")))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler about itself
-def test_a_compiled_model() -> None:
-    run(compiled, 2)
-
-
-def sparse_embedding() -> None:
-    class Bag(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tables = nn.ModuleList(nn.Embedding(13, 3, sparse=True) for _ in range(3))
-            for table in self.tables:
-                nn.init.constant_(table.weight, 0.5)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return torch.cat([table(tokens) for table in self.tables], dim=-1)
-
-    def loop(ddp: Any, optimizer: Any) -> Iterator[None]:
-        for step in range(3):
-            optimizer.zero_grad()
-            tokens = torch.tensor([[step, dist.get_rank() + 5, 11]])
-            (ddp(tokens) * (1.0 + dist.get_rank())).pow(2).sum().backward()
-            assert ddp.module.tables[0].weight.grad.is_sparse
-            optimizer.step()
-            yield
-
-    plain = follow(loop, lambda ddp: optim.SparseAdam(ddp.parameters(), lr=0.1), model=Bag)
-    for mode in [("sorted_greedy", False), ("registration_greedy", True)]:
-        assert_same(follow(loop, ours(mode, optim.SparseAdam, {"lr": 0.1}), model=Bag), plain, str(mode))
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-def test_sparse_adam_on_sparse_embeddings() -> None:
-    run(sparse_embedding, 2)
-
-
 # ------------------------------------------------------------------------------ what is sent, held and logged
 
 
@@ -498,13 +389,6 @@ def test_a_step_sends_what_the_plan_says_and_nothing_else(partition: Any) -> Non
                 assert len(calls) == count
 
 
-def test_one_rank_sends_nothing() -> None:
-    for as_view in (False, True):
-        ((calls, _, state, share),) = run(measured, 1, "sorted_greedy", as_view)
-        assert calls == []
-        assert state == share
-
-
 def recorded_and_unrecorded() -> None:
     def recorded(ddp: Any) -> Optimizer:
         DDPRecorder(ddp)
@@ -514,12 +398,8 @@ def recorded_and_unrecorded() -> None:
     assert_same(train(recorded), plain, "with a recorder")
 
 
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(2, marks=pytest.mark.thorough), 3, pytest.param(4, marks=pytest.mark.thorough)],
-)
-def test_recording_ddp_changes_nothing(world_size: int) -> None:
-    run(recorded_and_unrecorded, world_size)
+def test_recording_ddp_changes_nothing() -> None:
+    run(recorded_and_unrecorded, 3)
 
 
 def logged() -> list[str]:
@@ -546,29 +426,10 @@ def logged() -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize(
-    "level", ["DETAIL", *(pytest.param(level, marks=pytest.mark.thorough) for level in ("OFF", "INFO"))]
-)
-def test_it_works_and_logs_at_every_debug_level(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_works_and_logs_at_the_highest_debug_level(monkeypatch: pytest.MonkeyPatch) -> None:
     # At DETAIL torch wraps the process group in one that checks every collective.
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
     for rank, messages in enumerate(run(logged, 2)):
-        figures = [message for message in messages if message.startswith(f"rank {rank} of 2 owns ")]
-        details = [message for message in messages if message.startswith(f"rank {rank} owns Slice")]
-        assert (bool(figures), bool(details)) == (level != "OFF", level == "DETAIL")
-
-
-def without_ddp() -> None:
-    """Lists of slices given by hand, over the process group alone."""
-    weight = nn.Parameter(torch.zeros(10))
-    owned = from_lists([10], [[], [0]])
-    optimizer = ZeroRedundancyOptimizer([weight], optim.SGD, dist.group.WORLD, partition=owned, lr=1.0)
-    weight.grad = torch.full((10,), -3.0)
-    optimizer.step()
-    assert weight.tolist() == [3.0] * 10
-    assert state_bytes(optimizer) == 0
-
-
-def test_a_rank_that_owns_nothing() -> None:
-    run(without_ddp, 2)
+        for start in (f"rank {rank} of 2 owns ", f"rank {rank} owns Slice"):
+            assert any(message.startswith(start) for message in messages)
