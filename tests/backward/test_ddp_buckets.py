@@ -109,14 +109,11 @@ def buckets_of_iterations(make: Callable[[], Made], iterations: int, **options: 
 
 
 CASES = [
-    pytest.param(linear_layers, None, id="linear-default"),
     pytest.param(linear_layers, 5, id="linear-5-MiB"),
-    pytest.param(transformer, None, id="transformer-default"),
     pytest.param(transformer, 0.02, id="transformer-0.02-MiB"),
     pytest.param(transformer, 0.0001, id="transformer-one-each"),
     pytest.param(convolutions, 0.005, id="convolutions-0.005-MiB"),
     pytest.param(mixed, 0.01, id="mixed-0.01-MiB"),
-    pytest.param(mixed, None, id="mixed-default"),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +21,7 @@ from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.ranks
 
-PARTITIONS = ["sorted_greedy", "registration_greedy", "even", "equal_shares", "balanced"]
+FEW_MODES = [("sorted_greedy", True), ("even", False), ("equal_shares", True)]
 
 
 def evaluating(job: Job, ddp: Any, optimizer: Any) -> Iterator[None]:
@@ -48,14 +47,14 @@ def each_partition(way: Any, optimizers: list[tuple[Any, dict[str, Any]]]) -> in
             )
             for optimizer_class, options in optimizers
             for reduction in (allreduce_hook, OWNERS)
-            for partition, as_view in itertools.product(PARTITIONS, (False, True))
+            for partition, as_view in FEW_MODES
         )
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("way", [None, *BOTH_WAYS])
 def test_each_rank_holds_the_plain_values_in_both_modes(way: Any) -> None:
-    assert run(each_partition, 2, way, [(Free, {"lr": 0.05})], timeout=60) == [20, 20]
+    assert run(each_partition, 2, way, [(Free, {"lr": 0.05})], timeout=60) == [6, 6]
 
 
 OFFICIAL: list[Any] = [
@@ -65,10 +64,8 @@ OFFICIAL: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("way", [None, pytest.param(BOTH_WAYS[1], marks=pytest.mark.thorough)])
-def test_so_it_is_with_the_official_package(way: Any, world_size: int) -> None:
-    assert run(each_partition, world_size, way, OFFICIAL, timeout=120) == [60] * world_size
+def test_so_it_is_with_the_official_package() -> None:
+    assert run(each_partition, 2, None, OFFICIAL, timeout=120) == [18] * 2
 
 
 def overwrite_what_autograd_saved() -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -136,21 +135,10 @@ def assert_trains_as_plain(
     assert_equal(ours, expected(world_size, steps, adamw, plain or losses))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(("world_size", "flat"), [(1, False), (2, False), (3, True)])
 @pytest.mark.parametrize("partition", RULES)
 def test_training_equals_a_plain_loop(partition: Any, flat: bool, world_size: int) -> None:
     assert_trains_as_plain(world_size, 4, flat=flat, partition=partition)
-
-
-@pytest.mark.parametrize("partition", ["sorted_greedy", "balanced", SHARES])
-def test_other_optimizers(partition: Any) -> None:
-    momentum = run(
-        3,
-        3,
-        lambda m, comm: ZeroRedundancyOptimizer(m.parameters(), optim.SGD, comm, partition=partition, **SGD),
-    )
-    assert_equal(momentum, expected(3, 3, lambda m: optim.SGD(m.parameters(), **SGD)))
 
 
 SGD = {"lr": 0.1, "momentum": 0.9}
@@ -219,7 +207,7 @@ def switching(model: nn.Module, rank: int, step: int) -> Sequence[torch.Tensor]:
 LOOPS = [skipping, under_no_sync, reduced_by_hand, asking_by_hand, freezing, switching]
 
 
-@pytest.mark.parametrize("partition", ["sorted_greedy", "even", SHARES])
+@pytest.mark.parametrize("partition", ["sorted_greedy", SHARES])
 @pytest.mark.parametrize("losses", LOOPS, ids=lambda losses: losses.__name__)
 def test_a_loop_of_another_kind_equals_a_plain_one(losses: Losses, partition: Any) -> None:
     assert_trains_as_plain(3, 4, losses, partition=partition)
@@ -324,8 +312,9 @@ def test_gradients_are_only_where_they_are_owned() -> None:
     virtual.run(on_rank, 3, timeout=180)
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("partition", ["sorted_greedy", "even", SHARES])
+@pytest.mark.parametrize(
+    ("partition", "by_hand"), [("sorted_greedy", False), ("even", True), (SHARES, False)]
+)
 def test_clipping_sees_the_norm_of_all_gradients(partition: Any, by_hand: bool) -> None:
     def on_rank(comm: Collectives) -> Values:
         model, zero, sharded = wrapped(
@@ -470,30 +459,7 @@ def test_gradients_set_to_zero_or_none_by_hand_are_gone_from_shares_too() -> Non
     )
 
 
-def test_a_closure_steps_what_its_backward_has_reduced() -> None:
-    def on_rank(comm: Collectives) -> list[Values]:
-        model, after = Tied(), []
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), optim.AdamW, comm, True, partition=SHARES, **ADAMW
-        )
-        sharded = ShardedDataParallel(model, optimizer, reduce_buffer_size=CAP, broadcast_buffers=False)
-        for step in range(3):
-
-            def closure(step: int = step) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = sharded(data(comm.rank, step))
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-            after.append(values_of(model))
-        return after
-
-    assert_equal(virtual.run(on_rank, 2, timeout=180), expected(2, 3, adamw))
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_share_is_stepped_as_one_tensor(fused: bool) -> None:
+def test_a_share_is_stepped_as_one_tensor() -> None:
     """As many tensors as ranges, and the same result: each parameter begins where vectors do."""
     stepped: list[int] = []
 
@@ -504,7 +470,7 @@ def test_a_share_is_stepped_as_one_tensor(fused: bool) -> None:
     def on_rank(comm: Collectives, **options: Any) -> list[Values]:
         model, after = filled(Deep()), []
         optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), optim.AdamW, comm, fused=fused, **options, **ADAMW
+            model.parameters(), optim.AdamW, comm, fused=True, **options, **ADAMW
         )
         if options:
             optimizer.optim.register_step_pre_hook(count)
@@ -615,29 +581,14 @@ def test_gradients_sent_in_16_bits_are_rounded() -> None:
 def test_mistakes_are_named() -> None:
     def on_rank(comm: Collectives) -> None:
         model = Tied()
-        params = list(model.parameters())
-        zero = ZeroRedundancyOptimizer(params[1:], optim.SGD, comm, lr=0.1)
-        with pytest.raises(ValueError, match=r"parameter never is trained, and no optimizer has it"):
-            ShardedDataParallel(model, zero)
-        params[0].requires_grad_(False)
-        with pytest.raises(ValueError, match="in two of the optimizers"):
-            ShardedDataParallel(model, [zero, ZeroRedundancyOptimizer(params[2:], optim.SGD, comm, lr=0.1)])
-        with pytest.raises(TypeError, match="not SGD"):
-            ShardedDataParallel(model, optim.SGD(params, lr=0.1))  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="an empty list"):
-            ShardedDataParallel(model, [])
-        with pytest.raises(ValueError, match="another group"):
-            ShardedDataParallel(model, zero, process_group=object())  # type: ignore[arg-type]
         whole = OSS(model.parameters(), optim.SGD, comm, lr=0.1)
         first = ShardedDataParallel(model, whole)
-        with pytest.raises(ValueError, match="parameter tied is in another ShardedDataParallel"):
+        with pytest.raises(ValueError, match="parameter never is in another ShardedDataParallel"):
             ShardedDataParallel(model, whole)
         del first
         second = ShardedDataParallel(model, whole)
         assert second.norm is model.norm  # as FairScale's: what it does not have is the module's
         assert not hasattr(second, "nothing")
-        with pytest.raises(ValueError, match="of the optimizer is not in the module"):
-            ShardedDataParallel(model.last, whole)
         complex_ = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=torch.complex64))])
         for_complex = ZeroRedundancyOptimizer(complex_.parameters(), optim.SGD, comm, lr=0.1)
         with pytest.raises(ValueError, match="would drop a part"):
@@ -683,9 +634,8 @@ def test_a_program_written_for_fairscale() -> None:
     assert_equal(virtual.run(on_rank, 2, timeout=180), expected(2, 3, adamw))
 
 
-@pytest.mark.parametrize("partition", ["sorted_greedy", "even", SHARES])
-@pytest.mark.parametrize("flat", [False, True])
-def test_parameters_arrive_in_the_next_forward(flat: bool, partition: Any) -> None:
+@pytest.mark.parametrize(("partition", "flat"), [("sorted_greedy", True), ("even", False), (SHARES, True)])
+def test_parameters_arrive_in_the_next_forward(partition: Any, flat: bool) -> None:
     assert_trains_as_plain(3, 4, flat=flat, partition=partition, gather_in_forward=True)
 
 
@@ -728,7 +678,7 @@ def beside_ddp(partition: Any) -> int:
 
     for param in ours.parameters():
         param.register_post_accumulate_grad_hook(count)
-    for step in range(5):
+    for step in range(3):
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
         zero.zero_grad()
         plain.zero_grad()
@@ -752,11 +702,10 @@ def beside_ddp(partition: Any) -> int:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
-def test_processes_equal_ddp_and_hold_a_share_of_gradients(world_size: int) -> None:
+def test_processes_equal_ddp_and_hold_a_share_of_gradients() -> None:
     """A share, two buckets, and what is received of one. DDP holds all, in its buckets and in `.grad`."""
-    for partition in ("sorted_greedy", "even", partial(equal_shares, range_numel=5000)):
-        most = max(ranks.run(beside_ddp, world_size, partition, timeout=120))
+    for partition in ("even", partial(equal_shares, range_numel=5000)):
+        most = max(ranks.run(beside_ddp, 2, partition, timeout=120))
         assert most < 4 * 24 * (64 * 64 + 64)
 
 
@@ -840,7 +789,7 @@ def trained_in_groups(partition: Any, shard: int) -> tuple[Values, int, int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shard", [1, 2, 4])
+@pytest.mark.parametrize("shard", [1, 2])
 def test_groups_share_the_state_and_average_their_shares(shard: int) -> None:
     def plain() -> Values:
         model = Tied()
@@ -867,21 +816,6 @@ def test_groups_share_the_state_and_average_their_shares(shard: int) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.ranks
-def test_replicas_that_differ_are_refused_on_all_ranks() -> None:
-    def on_rank() -> str:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard"))
-        model = nn.Linear(4, 4)
-        rate = 0.1 if mesh["replicas"].get_local_rank() == 0 else 0.2
-        zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, mesh["shard"], lr=rate)
-        with pytest.raises(ValueError, match="train replicas of a model") as caught:
-            ShardedDataParallel(model, zero, replicas=mesh["replicas"])
-        return str(caught.value)
-
-    for message in ranks.run(on_rank, 4, timeout=180):
-        assert "lr" in message
-
-
 def bytes_of_an_iteration(partition: Any, no_sync: bool, in_forward: bool) -> tuple[int | None, int]:
     """Bytes that this rank sends in four backwards and a step, or in one, and those of the parameters."""
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
@@ -904,16 +838,14 @@ def bytes_of_an_iteration(partition: Any, no_sync: bool, in_forward: bool) -> tu
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(2, marks=pytest.mark.thorough), 3, pytest.param(4, marks=pytest.mark.thorough)],
-)
-def test_an_iteration_sends_each_gradient_and_each_parameter_once(world_size: int) -> None:
+def test_an_iteration_sends_each_gradient_and_each_parameter_once() -> None:
+    world_size = 3
     shares = partial(equal_shares, range_numel=2**19)
     for partition, no_sync, in_forward in (
-        ("sorted_greedy", False, False), ("even", False, False), (shares, False, False),
-        (shares, True, False), (shares, False, True),
-    ):  # fmt: skip
+        ("sorted_greedy", False, False),
+        ("even", True, False),
+        (shares, False, True),
+    ):
         of_ranks = ranks.run(bytes_of_an_iteration, world_size, partition, no_sync, in_forward, timeout=180)
         sent = [nbytes for nbytes, _ in of_ranks if nbytes is not None]
         if len(sent) < world_size:
@@ -1170,8 +1102,7 @@ def test_replicas_share_only_this_rank_with_the_group(shard: int) -> None:
             )
 
 
-@pytest.mark.parametrize("of_whole_group", [False, True])
-@pytest.mark.parametrize("update", [0, 1, 2, 4])
+@pytest.mark.parametrize(("update", "of_whole_group"), [(0, False), (2, True)])
 def test_a_rate_that_later_differs_between_groups_is_named_before_the_update(
     update: int, of_whole_group: bool
 ) -> None:
@@ -1241,9 +1172,9 @@ def test_an_update_that_one_group_has_lost_is_told_to_the_other_groups() -> None
         assert "ArithmeticError: on one owner" in third
 
 
-@pytest.mark.parametrize("with_buffers", [False, True])
-@pytest.mark.parametrize("update", [1, 2, 4])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "update", "with_buffers"), [(0, 1, True), (1, 2, False), (1, 4, True), (0, 4, False)]
+)
 def test_a_rank_that_leaves_out_a_step_meets_the_others_in_it(
     rank: int, update: int, with_buffers: bool
 ) -> None:
@@ -1272,20 +1203,6 @@ def test_a_rank_that_leaves_out_a_step_meets_the_others_in_it(
         assert doing[1] in message
 
 
-def leaving_out_a_step(update: int) -> str:
-    """Return this rank's error if rank 1 leaves out that step."""
-    _, zero, sharded = wrapped(None, filled(nn.Sequential(nn.Linear(8, 8))))
-
-    def train() -> None:
-        for step in range(1, update + 2):
-            zero.zero_grad()
-            sharded(data(dist.get_rank(), step)).sum().backward()
-            if (step, dist.get_rank()) != (update, 1):
-                zero.step()
-
-    return caught(train)
-
-
 @pytest.mark.ranks
 def test_a_gradient_is_never_taken_for_a_parameter() -> None:
     """Between the same two ranks, whichever is sent first: not even by a rank that has left out a step."""
@@ -1305,17 +1222,6 @@ def test_a_gradient_is_never_taken_for_a_parameter() -> None:
         return [one.item() for one in received]
 
     assert ranks.run(on_rank, 2, timeout=120)[1] == [0.0, 1.0]
-
-
-@pytest.mark.ranks
-def test_processes_meet_in_a_step_that_one_leaves_out() -> None:
-    first, second = ranks.run(leaving_out_a_step, 2, 2, timeout=120)
-    assert first.startswith(
-        "RuntimeError: rank 0 is to make update 2 of optimizer 0 (SGD) while rank 1 is to run"
-    )
-    assert second.startswith(
-        "RuntimeError: rank 1 is to run a backward for update 2 of optimizer 0 (SGD) while"
-    )
 
 
 def test_in_hybrid_sharding_it_is_found_in_each_update() -> None:
@@ -1365,12 +1271,11 @@ class Casting(Tied):
 CASTS = [cast_to_64_bits_and_back, nn.Module.double, nn.Module.bfloat16, cast_a_layer]
 
 
-@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize(
     ("partition", "cast"),
-    [*itertools.product(["sorted_greedy", "even"], CASTS), *((SHARES, cast) for cast in CASTS[:-1])],
+    [*(("even", cast) for cast in CASTS), ("sorted_greedy", cast_a_layer), (SHARES, nn.Module.bfloat16)],
 )
-def test_a_cast_between_two_updates(partition: Any, flat: bool, cast: Callable[[nn.Module], Any]) -> None:
+def test_a_cast_between_two_updates(partition: Any, cast: Callable[[nn.Module], Any]) -> None:
     sgd = {"lr": 0.1, "momentum": 0.9}
 
     def train(model: nn.Module, loss: nn.Module, optimizer: Any) -> list[Values]:
@@ -1387,6 +1292,7 @@ def test_a_cast_between_two_updates(partition: Any, flat: bool, cast: Callable[[
 
     def on_rank(comm: Collectives) -> list[Values]:
         model = Casting()
+        flat = partition != "sorted_greedy"
         zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, flat, partition=partition, **sgd)
         return train(model, ShardedDataParallel(model, zero, reduce_buffer_size=CAP), zero)
 
@@ -1567,8 +1473,7 @@ def test_a_compiled_module_trains_as_it_is() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 3])
-def test_a_student_s_use(world_size: int) -> None:
+def test_a_student_s_use() -> None:
     """Constructor, `add_param_group`, `step` and tied weights, without DDP: every rank sees the same data."""
 
     class Weights(nn.Module):
@@ -1601,5 +1506,5 @@ def test_a_student_s_use(world_size: int) -> None:
         return values_of(model)
 
     plain = ranks.run(on_rank, 1, False, timeout=180)[0]
-    for values in ranks.run(on_rank, world_size, True, timeout=180):
+    for values in ranks.run(on_rank, 3, True, timeout=180):
         assert all(map(torch.equal, values, plain))
