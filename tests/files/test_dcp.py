@@ -215,11 +215,10 @@ def test_what_fully_shard_saved_at_2_goes_on_here_at_3(tmp_path: Path, flatten: 
     assert max(numels) < 0.4 * sum(numels)
 
 
-@pytest.mark.parametrize("flatten", [False, True])
-def test_what_was_saved_here_at_3_goes_on_under_fully_shard_at_2(tmp_path: Path, flatten: bool) -> None:
+def test_what_was_saved_here_at_3_goes_on_under_fully_shard_at_2(tmp_path: Path) -> None:
     rest, _ = plain()
-    run(ours_saves, 3, tmp_path, flatten, channels_last=True, turned=True)
-    for trained in run(fsdp_goes_on, 2, tmp_path, flatten=flatten, turned=True):
+    run(ours_saves, 3, tmp_path, flatten=True, channels_last=True, turned=True)
+    for trained in run(fsdp_goes_on, 2, tmp_path, flatten=True, turned=True):
         assert_same(trained, rest, "to fully_shard")
 
 
@@ -238,10 +237,9 @@ def test_the_keys_shapes_and_dtypes_are_those_of_a_plain_optimizer(tmp_path: Pat
     assert described(tmp_path / "ours") == described(tmp_path / "fsdp")
 
 
-@pytest.mark.parametrize("partition", ["sorted_greedy", "equal_shares"])
-def test_a_save_here_goes_on_here_at_another_world_size(tmp_path: Path, partition: str) -> None:
+def test_a_save_here_goes_on_here_at_another_world_size(tmp_path: Path) -> None:
     rest, _ = plain()
-    run(ours_saves, 2, tmp_path, partition=partition, channels_last=True)
+    run(ours_saves, 2, tmp_path, partition="equal_shares", channels_last=True)
     for trained, _ in run(ours_goes_on, 3, tmp_path, turned=True):
         assert_same(trained, rest, "here and here")
 

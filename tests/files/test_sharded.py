@@ -143,10 +143,7 @@ def mixed_model() -> nn.Module:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "AdamW": {},
     "amsgrad, several dtypes": {"make_model": mixed_model, "amsgrad": True},
-    "SGD with momentum": {"cls": optim.SGD, "lr": 0.1, "momentum": 0.9},
-    "NAdam": {"cls": optim.NAdam},
     "ASGD": {"cls": optim.ASGD},
     "Adagrad, whose state is there from the start": {"cls": optim.Adagrad},
 }
@@ -163,9 +160,7 @@ def test_saved_at_4_under_even_it_goes_on_at_3_under_sorted_greedy(
     assert_go_on(resume_at(3, tmp_path, partition="sorted_greedy", **case), expected, "resumed")
 
 
-@pytest.mark.parametrize(
-    "saved_under", range(len(MODES)), ids=lambda i: f"{describe(MODES[i][0])}-{MODES[i][1]}"
-)
+@pytest.mark.parametrize("saved_under", [1, 6, 9, 10], ids=lambda i: f"{describe(MODES[i][0])}-{MODES[i][1]}")
 def test_between_all_partitions_with_and_without_bucket_views(tmp_path: Path, saved_under: int) -> None:
     expected = unsharded(optim.AdamW)
     partition, as_view = MODES[saved_under]
@@ -597,7 +592,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"shard-1-of-2\.bin has 99 b",
     ),
     "data missing": (lambda folder: (folder / "shard-1-of-2.bin").unlink(), r"shard-1-of-2\.bin is missing"),
-    "no contents": (lambda folder: edit(folder, dict.clear), r"shard-0-of-2\.json is damaged"),
     "contents of rank 1": (lambda folder: edit(folder, dict.clear, 1), r"shard-1-of-2\.json is damaged"),
     "numbers of parameters": (
         lambda folder: edit(folder, lambda c: c["param_groups"][0]["params"].reverse()),
@@ -605,10 +599,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "strides": (
         lambda folder: edit(folder, lambda c: c["parameters"][3].update(strides=[1, 1])),
-        r"shard-0-of-2\.json is damaged.*gaps or overlaps",
-    ),
-    "huge strides": (
-        lambda folder: edit(folder, lambda c: c["parameters"][3].update(strides=[10**12, 1])),
         r"shard-0-of-2\.json is damaged.*gaps or overlaps",
     ),
     "shape of a parameter": (
@@ -750,8 +740,7 @@ def save_again(directory: Path) -> tuple[list[str], str]:
     return messages, virtual.run(load, 2, timeout=120)[0]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("stage", ["write_data", "finish"])
+@pytest.mark.parametrize(("stage", "rank"), [("write_data", 2), ("finish", 0)])
 def test_what_stops_one_rank_stops_all_and_leaves_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, rank: int
 ) -> None:
@@ -965,9 +954,7 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.thorough)])
-def test_flipped_bits_anywhere_in_a_save_are_each_refused_on_all_ranks(tmp_path: Path, count: int) -> None:
+def test_flipped_bits_anywhere_in_a_save_are_each_refused_on_all_ranks(tmp_path: Path) -> None:
     """Saved at 3, so that ranks read parts of pieces; none is without effect, as every bit is covered."""
 
     def small() -> nn.Module:
@@ -983,10 +970,10 @@ def test_flipped_bits_anywhere_in_a_save_are_each_refused_on_all_ranks(tmp_path:
     sizes = [8 * path.stat().st_size for path in files]
     draw = random.Random(0)
     # Every second one anywhere, in proportion to the sizes, the others in each file in turn.
-    places = [draw.randrange(sum(sizes)) for _ in range(count // 2)]
+    places = [draw.randrange(sum(sizes)) for _ in range(50)]
     ends = list(itertools.accumulate(sizes))
     flips = [(n := bisect.bisect_right(ends, place), place - ends[n] + sizes[n]) for place in places]
-    flips += [(number % 7, draw.randrange(sizes[number % 7])) for number in range(count // 2)]
+    flips += [(number % 7, draw.randrange(sizes[number % 7])) for number in range(50)]
 
     def on_rank(comm: Collectives) -> list[str]:
         trainee = Trainee(comm, **options)
@@ -1022,7 +1009,6 @@ def test_flipped_bits_anywhere_in_a_save_are_each_refused_on_all_ranks(tmp_path:
 DAMAGED_NEWEST: dict[str, Callable[[Path], Any]] = {
     "a table": lambda folder: flip(folder / "shard-1-of-2.json", 999),
     "data of one rank": lambda folder: flip(folder / "shard-1-of-2.bin", 99),
-    "data of both": lambda folder: [flip(folder / f"shard-{rank}-of-2.bin", 99) for rank in (0, 1)],
     "the mark": lambda folder: flip(folder / "save.json", 999),
     "no mark": lambda folder: (folder / "save.json").unlink(),
     "no data": lambda folder: (folder / "shard-0-of-2.bin").unlink(),
@@ -1096,10 +1082,8 @@ CLAIMS: dict[str, tuple[Callable[[Path], Any], str]] = {
         group_option("lr", -1),
         "AdamW refuses .* group 0: ValueError: Invalid learning rate: -1",
     ),
-    "lr is not a number": (group_option("lr", float("nan")), "Invalid learning rate: nan"),
     "a beta of 1": (group_option("betas", {"tuple": [0.9, 1.0]}), "Invalid beta parameter at index 1"),
     "a third beta": (group_option("betas", {"tuple": [0.9, 0.9, 0.9]}), "'betas' of group 0 is"),
-    "one beta": (group_option("betas", 0.9), "'betas' of group 0 is 0.9, this optimizer's is"),
     "steps of one slice": (
         a_step(7.0, slice(0, 1)),
         r"'step' of parameter \d+ is 7.0 here and 2.0 for another slice",
@@ -1174,15 +1158,12 @@ class Killed(BaseException):
     """The end of a rank, which the others only notice."""
 
 
-@pytest.mark.parametrize("as_view", [False, True])
-def test_a_rank_that_dies_at_any_call_of_a_load_leaves_the_others_as_they_were(
-    tmp_path: Path, as_view: bool
-) -> None:
+def test_a_rank_that_dies_at_any_call_of_a_load_leaves_the_others_as_they_were(tmp_path: Path) -> None:
     save_at(3, tmp_path, partition="even")
     calls: list[Call] = []
 
     def on_rank(comm: virtual.VirtualCollectives, dies_at: int, seen: dict[int, Any]) -> None:
-        trainee = Trainee(comm, partition="even", parameters_as_bucket_view=as_view)
+        trainee = Trainee(comm, partition="even", parameters_as_bucket_view=True)
         trainee.steps(range(1))
         before = snapshot(trainee.model), copy.deepcopy(list(trainee.optimizer.optim.state.values()))
         count = itertools.count()
@@ -1208,7 +1189,7 @@ def test_a_rank_that_dies_at_any_call_of_a_load_leaves_the_others_as_they_were(
 
     virtual.run(on_rank, 3, -1, {}, timeout=120)
     assert {call.op for call in calls} == {"all_gather", "broadcast"}
-    assert len(calls) == (10 if as_view else 18)
+    assert len(calls) == 10
     for dies_at in range(len(calls)):
         seen: dict[int, Any] = {}
         with pytest.raises(RuntimeError, match="virtual rank 1 failed first: Killed"):
@@ -1334,10 +1315,13 @@ def test_a_save_that_fails_leaves_the_directory_free(tmp_path: Path) -> None:
         assert then == "nothing"
 
 
-@pytest.mark.parametrize("keep", [0, -1, 1.5, True, None])
-def test_a_number_of_saves_to_keep_that_is_none_is_refused(tmp_path: Path, keep: Any) -> None:
-    def on_rank(comm: Collectives) -> str:
-        return caught(lambda: save_sharded(Trainee(comm).optimizer, tmp_path, keep=keep))
+def test_a_number_of_saves_to_keep_that_is_none_is_refused(tmp_path: Path) -> None:
+    wrong: list[Any] = [0, -1, 1.5, True, None]
 
-    for rank, message in enumerate(virtual.run(on_rank, 2, timeout=120)):
-        assert message == f"ValueError: rank {rank}: keep takes a number of saves from 1 on, not {keep!r}."
+    def on_rank(comm: Collectives) -> list[str]:
+        optimizer = Trainee(comm).optimizer
+        return [caught(lambda keep=keep: save_sharded(optimizer, tmp_path, keep=keep)) for keep in wrong]  # type: ignore[misc]
+
+    for rank, messages in enumerate(virtual.run(on_rank, 2, timeout=120)):
+        start = f"ValueError: rank {rank}: keep takes a number of saves from 1 on, not "
+        assert messages == [f"{start}{keep!r}." for keep in wrong]

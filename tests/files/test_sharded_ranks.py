@@ -8,8 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ from zero_ref.files.shard_files import ShardWriter
 from zero_ref.files.sharded import load_sharded, save_sharded, save_sharded_async
 from zero_ref.lab.ranks import RankError, run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.calls import Call
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
@@ -71,10 +68,9 @@ def unsharded() -> tuple[Any, list[Snapshot]]:
     return middle, case.plain(range(2, 4), first[-1], middle)[0]
 
 
-@pytest.mark.parametrize("as_view", [False, True])
-def test_saved_at_4_under_even_it_goes_on_at_3_under_sorted_greedy(tmp_path: Path, as_view: bool) -> None:
+def test_saved_at_4_under_even_it_goes_on_at_3_under_sorted_greedy(tmp_path: Path) -> None:
     middle, rest = unsharded()
-    run(save, 4, tmp_path, partition="even", parameters_as_bucket_view=as_view)
+    run(save, 4, tmp_path, partition="even", parameters_as_bucket_view=True)
     for state, trained in run(resume, 3, tmp_path, partition="sorted_greedy"):
         assert_state_dicts_equal(state, middle)
         assert_same(trained, rest, "at 3 ranks")
@@ -114,38 +110,6 @@ def test_in_subgroups_ranks_count_within_them_and_a_directory_belongs_to_one_of_
 # ----------------------------------------------------------------------------------- while training goes on
 
 
-def save_in_background(directory: Path) -> list[Snapshot]:
-    """Each rank writes at another time, and slowly; training sends its messages meanwhile."""
-    write = ShardWriter.write_data
-
-    def slowly(writer: ShardWriter, *args: Any) -> Any:
-        time.sleep(0.2 * dist.get_rank())
-        return write(writer, *args)
-
-    ShardWriter.write_data = slowly  # type: ignore[method-assign]
-    model, optimizer = trainee(partition="even")
-    steps(model, optimizer, range(1))
-    try:
-        save_sharded_async(optimizer, directory, notes={"iteration": 1})
-        steps(model, optimizer, range(1, 2))
-        save_sharded_async(optimizer, directory, notes={"iteration": 2})  # waits for the first
-        return steps(model, optimizer, range(2, 4))  # and nobody waits for the second
-    finally:
-        ShardWriter.write_data = write  # type: ignore[method-assign]
-
-
-def test_training_sends_while_all_ranks_write(tmp_path: Path) -> None:
-    middle, rest = unsharded()
-    for trained in run(save_in_background, 3, tmp_path):
-        assert_same(trained, rest, "while saving")
-    deadline = time.monotonic() + 600
-    while not (tmp_path / "save-00000002" / "shard-2-of-3.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for state, trained in run(resume, 2, tmp_path):
-        assert_state_dicts_equal(state, middle)
-        assert_same(trained, rest, "resumed")
-
-
 LAST_WORDS = """
 import sys, torch
 from zero_ref.lab import virtual
@@ -177,7 +141,7 @@ def test_a_program_that_ends_without_waiting_has_saved(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------- what goes wrong
 
 
-def save_on_a_full_disk(directory: Path, in_background: bool) -> str:
+def save_on_a_full_disk(directory: Path) -> str:
     """Rank 1 may write no file of more than 1,000 bytes: what a full disk, or a quota, does."""
     model, optimizer = trainee(partition="even")
     steps(model, optimizer, range(3))
@@ -185,20 +149,17 @@ def save_on_a_full_disk(directory: Path, in_background: bool) -> str:
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        if in_background:
-            return caught(lambda: save_sharded_async(optimizer, directory).wait())
-        return caught(lambda: save_sharded(optimizer, directory))
+        return caught(lambda: save_sharded_async(optimizer, directory).wait())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("in_background", [False, True])
 def test_a_disk_that_is_full_for_one_rank_makes_all_raise_and_the_checkpoint_before_loads(
-    tmp_path: Path, in_background: bool
+    tmp_path: Path,
 ) -> None:
     middle, rest = unsharded()
     run(save, 3, tmp_path, partition="even")
-    first, second, third = run(save_on_a_full_disk, 3, tmp_path, in_background)
+    first, second, third = run(save_on_a_full_disk, 3, tmp_path)
     cause = re.escape(f"File too large: '{tmp_path}/save-00000002/shard-1-of-3.bin'")
     assert re.search(rf"^OSError: \[Errno \d+\] {cause}$", second)
     for rank, message in ((0, first), (2, third)):
@@ -246,52 +207,11 @@ def test_when_a_rank_is_killed_in_a_save_the_others_end_with_an_error_and_the_ch
         assert_same(trained, rest, "the one before")
 
 
-def die_while_parameters_travel(directory: Path) -> None:
-    """Rank 1 dies before the sixth parameter that is sent in a load."""
-    group = dist.new_group(timeout=timedelta(seconds=NEVER_S))
-    model, optimizer = trainee(group, partition="even")
-    steps(model, optimizer, range(1))
-    before = snapshot(model), {key: value.clone() for key, value in flat_state(optimizer)}
-    sent: list[int] = []
-
-    def die(call: Call) -> None:
-        sent.append(call.op == "broadcast")
-        # Two broadcasts bring the tables.
-        if dist.get_rank() == 1 and sum(sent) == 8:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    optimizer.collectives.observers.append(die)
-    message = caught(lambda: load_sharded(optimizer, directory))
-    assert_same([snapshot(model)], [before[0]], "parameters")
-    after = dict(flat_state(optimizer))
-    assert after.keys() == before[1].keys()
-    assert all(value.equal(before[1][key]) for key, value in after.items())
-    (directory / f"rank-{dist.get_rank()}.txt").write_text(message)
-    os._exit(1)
-
-
-def flat_state(optimizer: ZeroRedundancyOptimizer) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
-    for number, of_param in enumerate(optimizer.optim.state.values()):
-        yield from (((number, key), value) for key, value in of_param.items())
-
-
-@pytest.mark.usefixtures("all_may_report")  # the others are to end by themselves
-def test_when_a_rank_is_killed_while_parameters_travel_in_a_load_the_others_are_as_they_were(
-    tmp_path: Path,
-) -> None:
-    run(save, 3, tmp_path, partition="even")
-    with pytest.raises(RankError, match="SIGKILL"):
-        run(die_while_parameters_travel, 3, tmp_path, timeout=NEVER_S)
-    for rank in (0, 2):
-        message = (tmp_path / f"rank-{rank}.txt").read_text()
-        assert re.match(rf"RuntimeError: rank {rank} of 3: broadcast .* did not complete", message), message
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the script reads times as Linux keeps them")
 def test_killing_a_rank_at_random_points_of_a_save_loses_no_checkpoint(tmp_path: Path) -> None:
     """The short form of the script, which takes 20."""
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "kill_during_save.py"), "--kills", "3", "--ranks", "2"],
+        [sys.executable, str(ROOT / "tests" / "kill_during_save.py"), "--kills", "1", "--ranks", "2"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
         timeout=800,
@@ -299,4 +219,4 @@ def test_killing_a_rank_at_random_points_of_a_save_loses_no_checkpoint(tmp_path:
         capture_output=True,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "3 kills, 0 checkpoints lost" in ended.stdout
+    assert "1 kills, 0 checkpoints lost" in ended.stdout

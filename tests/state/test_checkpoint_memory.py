@@ -79,9 +79,9 @@ def measured(dtype: torch.dtype, rule: str, directory: str) -> tuple[dict[str, i
     return peaks, Saved(tuple(built.specs), built.partition, state), state_bytes(fresh)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rule", ["even", "sorted-greedy"])
+@pytest.mark.parametrize(
+    ("rule", "dtype", "world_size"), [("even", torch.bfloat16, 3), ("sorted-greedy", torch.float32, 2)]
+)
 def test_each_way_holds_what_was_predicted(
     rule: str, dtype: torch.dtype, world_size: int, tmp_path: Path
 ) -> None:
