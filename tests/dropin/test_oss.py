@@ -229,8 +229,7 @@ def two_groups(model: Any) -> list[dict[str, Any]]:
     return [{"params": others}, {"params": [first], "lr": 0.003}]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_trains_as_the_unsharded_optimizer(world_size: int) -> None:
+def test_trains_as_the_unsharded_optimizer() -> None:
     def on_rank(comm: Collectives) -> list[Snapshot]:
         model = Tangle()
         optimizer = OSS(two_groups(model), optim.AdamW, comm, lr=0.01, weight_decay=0.1)
@@ -239,9 +238,9 @@ def test_trains_as_the_unsharded_optimizer(world_size: int) -> None:
     model = Tangle()
     before = snapshot(model)
     plain = optim.AdamW(two_groups(model), lr=0.01, weight_decay=0.1)
-    expected = run_script(frozen_then_not, model, plain, world_size)
+    expected = run_script(frozen_then_not, model, plain, 3)
     assert_moved(model, before, expected[-1])
-    for ours in virtual.run(on_rank, world_size, timeout=20):
+    for ours in virtual.run(on_rank, 3, timeout=20):
         assert_same(ours, expected, "OSS")
 
 
@@ -249,7 +248,6 @@ def test_trains_as_the_unsharded_optimizer(world_size: int) -> None:
     ("options", "dtype"),
     [
         ({"broadcast_fp16": True}, torch.float16),
-        ({"broadcast_dtype": torch.float16}, torch.float16),
         ({"broadcast_dtype": torch.bfloat16}, torch.bfloat16),
     ],
     ids=str,
@@ -313,8 +311,7 @@ def test_two_ways_to_say_what_travels_are_refused() -> None:
 # --------------------------------------------------------------------------------------------------- clipping
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1, 3.5, float("inf"), "inf"])
-@pytest.mark.parametrize("max_norm", [0.5, 1000])
+@pytest.mark.parametrize(("max_norm", "norm_type"), [(0.5, 2.0), (0.5, "inf"), (1000, 1)])
 def test_clips_as_torch_does_without_ranks(max_norm: float, norm_type: float) -> None:
     def on_rank(comm: Collectives) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         model = trained_tangle()
@@ -438,12 +435,11 @@ def test_a_recipient_that_is_no_rank_is_refused() -> None:
     assert all("no rank of a group of 2" in text for text in raised_by_each_rank(to_nobody, ValueError))
 
 
-@pytest.mark.parametrize("source", ["plain", "sharded"])
-def test_goes_on_from_a_checkpoint(source: str) -> None:
+def test_goes_on_from_a_checkpoint() -> None:
     case = Run(optim.AdamW)
     first, state = case.plain(range(2))
     rest, _ = case.plain(range(2, 4), first[-1], state)
-    saved = virtual.run(consolidated, 3, (), timeout=20)[0] if source == "sharded" else state
+    saved = virtual.run(consolidated, 3, (), timeout=20)[0]
 
     def on_rank(comm: Collectives) -> list[Snapshot]:
         model = case.model(first[-1])
@@ -452,7 +448,7 @@ def test_goes_on_from_a_checkpoint(source: str) -> None:
         return [snapshot(model) for _ in train(model, optimizer, range(2, 4))]
 
     for ours in virtual.run(on_rank, 2, timeout=20):
-        assert_same(ours, rest, source)
+        assert_same(ours, rest, "resumed")
 
 
 # ---------------------------------------------------------------------------------------------- other devices

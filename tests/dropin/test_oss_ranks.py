@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.util
 import json
 import os
-import platform
 import re
 import runpy
 import socket
@@ -20,13 +18,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from library.training import Tangle, assert_state_dicts_equal, loss_on_own_data
+from library.training import assert_state_dicts_equal
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 
 from zero_ref.dropin.oss import OSS
-from zero_ref.lab.meter import recording
 from zero_ref.lab.ranks import run
 
 pytestmark = pytest.mark.ranks
@@ -207,70 +203,3 @@ def test_a_group_clips_by_its_own_norm_and_counts_its_own_ranks() -> None:
     for rank, (total, expected, numbers, clipped) in enumerate(run(clip_in_pairs, 4)):
         assert total == pytest.approx(expected)
         assert (numbers, clipped) == (([0, 1], True) if rank >= 2 else ([], False))
-
-
-# ---------------------------------------------------------------------------------------- rounded on the wire
-
-
-def train_rounded(options: dict[str, Any]) -> tuple[list[torch.Tensor], int, int]:
-    model = Tangle(channels_last=False)
-    ddp = DistributedDataParallel(model, find_unused_parameters=False)
-    optimizer = OSS(ddp.parameters(), Adam, lr=0.01, **options)
-    nbytes = 0
-    for step in range(6):
-        optimizer.zero_grad()
-        loss_on_own_data(ddp, dist.get_rank(), step).backward()
-        with recording(optimizer.collectives) as calls:
-            optimizer.step()
-        nbytes = sum(call.nbytes for call in calls if call.op == "broadcast")
-    flats = [bucket.buffer for bucket in optimizer.buckets[torch.device("cpu")].values()]
-    return flats, nbytes, sum(flat.numel() for flat in flats)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_of_the_bytes_travel_and_owners_keep_full_precision(dtype: torch.dtype) -> None:
-    options = {"broadcast_fp16": True} if dtype == torch.float16 else {"broadcast_dtype": dtype}
-    of_rank = run(train_rounded, 2, options)
-    for rank, (flats, nbytes, numel) in enumerate(of_rank):
-        assert nbytes == 2 * numel
-        for owner, flat in enumerate(flats):
-            full = of_rank[owner][0][owner]
-            rounded = full.to(dtype).float()
-            assert not torch.equal(full, rounded)
-            assert torch.equal(flat, full if owner == rank else rounded)
-
-
-# ------------------------------------------------------------------------------------ memory of consolidating
-
-
-def resident(line: str) -> int:
-    """Bytes, from the kernel's account of this process."""
-    found = re.search(rf"{line}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return 1024 * int(found[1])
-
-
-def growth_while_consolidating(recipient_rank: int) -> int:
-    params = [nn.Parameter(torch.zeros(1_000_000)) for _ in range(12)]
-    optimizer = OSS(params, Adam, lr=0.1)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    # Hand back what malloc keeps, so that an allocation cannot hide in it; then count the peak from here.
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
-    optimizer.consolidate_state_dict(recipient_rank)
-    return resident("VmHWM") - before
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="reads Linux's /proc and trims glibc's memory")
-def test_consolidating_takes_memory_on_the_recipient_alone() -> None:
-    state_nbytes = 2 * 4 * 12_000_000
-    for recipient in (0, 2):
-        growths = run(growth_while_consolidating, 3, recipient)
-        for rank, growth in enumerate(growths):
-            if rank == recipient:
-                assert 0.98 * state_nbytes < growth < 1.1 * state_nbytes  # the kernel counts in batches
-            else:
-                assert growth < 0.02 * state_nbytes, "not even the smallest tensor of 4 MB"

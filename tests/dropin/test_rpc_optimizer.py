@@ -249,11 +249,6 @@ def test_a_parameter_without_a_gradient_in_the_context_stays() -> None:
     assert on_workers(one_layer_after_the_other, 2, DistributedOptimizer)[0] == [True, False, False, True]
 
 
-@pytest.mark.thorough
-def test_torch_steps_it_with_the_gradient_of_an_earlier_step() -> None:
-    assert on_workers(with_torchs_own, 2, one_layer_after_the_other)[0] == [True, False, True, True]
-
-
 def set_grads(number: int) -> None:
     for param in layer(number).parameters():
         param.grad = torch.full_like(param, 7.0)
@@ -333,7 +328,7 @@ class Fails(AddGradient):
         if rpc.get_worker_info().name == "worker1":
             if self.how == "ends":
                 os._exit(3)
-            raise {"ValueError": ValueError, "KeyError": KeyError}[self.how]("too steep")
+            raise ValueError("too steep")
         super().step()
 
 
@@ -355,15 +350,11 @@ def failing_step(how: str) -> tuple[str, str, str, bool]:
     return ("", "no error", "", False)
 
 
-@pytest.mark.parametrize(
-    ("how", "kind"),
-    [("ValueError", "ValueError"), pytest.param("KeyError", "RuntimeError", marks=pytest.mark.thorough)],
-)
-def test_a_worker_that_raises_is_named_and_so_are_those_that_stepped(how: str, kind: str) -> None:
-    raised, message, notes, moved = on_workers(failing_step, 3, how)[0]
-    assert raised == kind
+def test_a_worker_that_raises_is_named_and_so_are_those_that_stepped() -> None:
+    raised, message, notes, moved = on_workers(failing_step, 3, "ValueError")[0]
+    assert raised == "ValueError"
     assert "workers that made theirs: worker0, worker2" in message
-    assert f"worker1 raised {how}: " in message
+    assert "worker1 raised ValueError: " in message
     assert "too steep" in message
     assert moved, "worker 2 made its step, as the message says"
     assert notes.startswith("On worker1:\nTraceback")

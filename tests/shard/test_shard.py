@@ -81,18 +81,8 @@ def assert_equal(ours: Values, theirs: Values) -> None:
 
 WAYS = pytest.mark.parametrize(
     ("partition", "flat"),
-    [("sorted_greedy", False), ("sorted_greedy", True), ("even", False), ("even", True)],
+    [("sorted_greedy", True), ("even", False)],
 )
-
-
-@WAYS
-def test_steps_equal_a_loop_that_keeps_copies(partition: str, flat: bool) -> None:
-    def on_rank(comm: Collectives) -> Values:
-        return train(*made(comm, partition, flat), range(10))
-
-    expected, _, _ = unsharded(10)
-    for trained in virtual.run(on_rank, 3, timeout=180):
-        assert_equal(trained, expected)
 
 
 def test_updates_too_small_for_16_bits_add_up_in_a_copy() -> None:
@@ -424,8 +414,7 @@ def test_masters_equal_the_unsharded_loop_whatever_the_partition(name: str) -> N
         plain.step()
         expected += [param.detach().clone() for param in params]
     shares = partial(equal_shares, range_numel=1000)
-    for partition in ("sorted_greedy", "registration_greedy", "even", "balanced", shares):
-        for flat in (False, True):
-            for world_size in (1, 2, 4):
-                for values in virtual.run(on_rank, world_size, partition, flat, timeout=180):
-                    assert_equal(values, expected)
+    for number, partition in enumerate(("sorted_greedy", "registration_greedy", "even", "balanced", shares)):
+        for world_size in (1, 3):
+            for values in virtual.run(on_rank, world_size, partition, number % 2 == 0, timeout=180):
+                assert_equal(values, expected)

@@ -22,7 +22,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 pytestmark = pytest.mark.ranks
 
-MODELS = 12
+MODELS = 6
 OPTIMIZERS: list[tuple[type[optim.Optimizer], dict[str, float]]] = [
     (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     (optim.AdamW, {"lr": 1e-2}),
