@@ -28,7 +28,6 @@ from test_overlap import (
     Branches,
     Matrices,
     assert_ranks_hold_the_same,
-    inputs_of,
     loss_of_branches,
     loss_of_stack,
 )
@@ -38,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
-from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.clip.grad_norm import clip_grad_norm_, get_total_norm
 from zero_ref.lab.ranks import run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -381,125 +379,7 @@ def test_what_cannot_work_is_refused_on_all_ranks() -> None:
             assert text in message, message
 
 
-# ------------------------------------------------------------------------- ShardedDataParallel, with one norm
-
-
-def clipped_without_ddp() -> int:
-    compared = 0
-    for partitions, options in itertools.product(
-        [("sorted_greedy", "registration_greedy"), ("equal_shares", "even")], [{}, {"may_change": True}]
-    ):
-        plain = Pair(clipping, is_sharded=False).run()
-        pair = Pair(clipping, partitions)
-        model = Tangle()
-        optimizers = pair.optimizers(model)
-        sharded = ShardedDataParallel(model, optimizers, **options)  # type: ignore[arg-type]
-        for after, ours in zip(
-            plain, (snapshot(model) for _ in pair.loop(pair, sharded, optimizers)), strict=True
-        ):
-            for theirs, mine in zip(after, ours, strict=True):
-                # Norms of parameters that are cut are added in another order.
-                tolerance = 1e-5 if "even" in partitions else 0.0
-                torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance / 100)
-            compared += 1
-    return compared
-
-
-def test_two_optimizers_of_a_sharded_data_parallel_have_one_norm() -> None:
-    assert run(clipped_without_ddp, 3, timeout=60) == [4 * STEPS] * 3
-
-
 # ------------------------------------------------------------ experts: an optimizer over a part of the ranks
-
-
-@dataclass
-class Experts:
-    """Dense layers that all ranks have, and an expert of which each group of two ranks has another one."""
-
-    partition: Any
-    to_owners: bool
-    is_sharded: bool = True
-
-    def __post_init__(self) -> None:
-        groups = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
-        self.place = dist.get_rank() // 2
-        self.group = groups[self.place]
-        self.dense: Any = DDP(with_seed(0, nn.Sequential(nn.Linear(6, 65), nn.Tanh(), nn.Linear(65, 6))))
-        self.expert: Any = DDP(with_seed(1 + self.place, nn.Linear(6, 6)), process_group=self.group)
-        of_class, options = CLASSES[0]
-        if self.is_sharded:
-            sharding = {"partition": self.partition, **options}
-            self.optimizers: list[Any] = [
-                ZeroRedundancyOptimizer(self.dense.parameters(), of_class, None, **sharding),
-                ZeroRedundancyOptimizer(self.expert.parameters(), of_class, self.group, **sharding),
-            ]
-        else:
-            self.optimizers = [of_class(ddp.parameters(), **options) for ddp in (self.dense, self.expert)]
-        to_owners = self.to_owners and self.is_sharded
-        for ddp, group, optimizer in zip(
-            (self.dense, self.expert), (None, self.group), self.optimizers, strict=True
-        ):
-            ddp.register_comm_hook(group, reduce_to_owners(optimizer) if to_owners else sum_in_rank_order)
-
-    def backward(self, number: int) -> None:
-        zero_grad(self.optimizers)
-        x = inputs_of(dist.get_rank(), number, 5, 6)
-        (self.dense(x) + self.expert(x)).square().mean().backward()
-
-    def torchs_norm(self, norm_type: float) -> torch.Tensor:
-        """Return torch's norm over all experts' gradients, received from the first rank of each group."""
-        grads = [param.grad for param in self.dense.parameters()]
-        for first in range(0, dist.get_world_size(), 2):
-            for param in self.expert.parameters():
-                grads.append(param.grad.clone())
-                dist.broadcast(grads[-1], first)
-        return nn.utils.get_total_norm(grads, norm_type)
-
-    def run(self, norm_type: float) -> tuple[list[float], list[Snapshot]]:
-        totals, snapshots = [], []
-        for number in range(STEPS):
-            self.backward(number)
-            if self.is_sharded:
-                total = clip_grad_norm_(self.optimizers, LIMIT, norm_type)
-            else:
-                total = self.torchs_norm(norm_type)
-                for ddp in (self.dense, self.expert):
-                    nn.utils.clip_grads_with_norm_(ddp.parameters(), LIMIT, total)
-            assert total > LIMIT
-            step(self.optimizers)
-            totals.append(total.item())
-            snapshots.append([*snapshot(self.dense), *snapshot(self.expert)])
-        return totals, snapshots
-
-
-def with_seed(seed: int, model: nn.Module) -> nn.Module:
-    for number, param in enumerate(model.parameters()):
-        nn.init.normal_(param, std=0.5, generator=torch.Generator().manual_seed(100 * seed + number))
-    return model
-
-
-def experts_and_dense() -> list[float]:
-    means = []
-    for norm_type in (2.0, torch.inf):
-        totals, expected = Experts("sorted_greedy", False, is_sharded=False).run(norm_type)
-        for partition, to_owners in itertools.product(("sorted_greedy", "even"), (False, True)):
-            ours, snapshots = Experts(partition, to_owners).run(norm_type)
-            if partition == "even":
-                # The norms of parts of a parameter are added in another order.
-                assert ours == pytest.approx(totals, rel=1e-6)
-                for after, theirs in zip(snapshots, expected, strict=True):
-                    for mine, wanted in zip(after, theirs, strict=True):
-                        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-7)
-            else:
-                assert ours == totals
-                assert_same(snapshots, expected, f"{partition}, {to_owners}, {norm_type}")
-        means.append(sum(totals))
-    return means
-
-
-def test_experts_of_all_groups_and_dense_layers_have_one_norm() -> None:
-    of_ranks = run(experts_and_dense, 4, timeout=120)
-    assert of_ranks == [of_ranks[0]] * 4
 
 
 def sharded_over(ranks_of_each: list[list[int]], *gradients: float) -> ZeroRedundancyOptimizer:
@@ -512,7 +392,7 @@ def sharded_over(ranks_of_each: list[list[int]], *gradients: float) -> ZeroRedun
     return ZeroRedundancyOptimizer(params, optim.SGD, mine[place], lr=0.1)
 
 
-def norms_worked_by_hand() -> tuple[list[float], list[str]]:
+def norms_worked_by_hand() -> tuple[list[float], list[float], list[str]]:
     rank = dist.get_rank()
     dense = sharded_over([[0, 1, 2, 3]], 3.0, 4.0)
     expert = sharded_over([[0, 1], [2, 3]], [12.0, 84.0][rank // 2])
@@ -526,6 +406,8 @@ def norms_worked_by_hand() -> tuple[list[float], list[str]]:
         get_total_norm(both, params=[dense.built.params[0], expert.built.params[0]]),
         get_total_norm([dense, one_each], 1.0),
     ]
+    clip_grad_norm_(both, 8.5)
+    clipped = [param.grad.item() for zero in both for param in zero.built.params]  # type: ignore[union-attr]
     wrong: list[Callable[[], Any]] = [
         lambda: clip_grad_norm_(both, 1.0 + (rank == 3)),
         lambda: clip_grad_norm_(both[::-1] if rank == 3 else both, 1.0),
@@ -537,12 +419,13 @@ def norms_worked_by_hand() -> tuple[list[float], list[str]]:
     messages = [caught(call) for call in wrong]
     expert.built.params[0].grad = torch.tensor([torch.inf if rank // 2 else 12.0])
     messages.append(caught(lambda: clip_grad_norm_(both, 1.0, error_if_nonfinite=True)))
-    return [norm.item() for norm in norms], messages
+    return [norm.item() for norm in norms], clipped, messages
 
 
 def test_norms_of_3_and_4_with_experts_of_12_and_84() -> None:
-    for rank, (norms, messages) in enumerate(run(norms_worked_by_hand, 4, timeout=60)):
+    for rank, (norms, clipped, messages) in enumerate(run(norms_worked_by_hand, 4, timeout=60)):
         of_own = [12.0, 84.0][rank // 2]
+        assert clipped == pytest.approx([of_own / 10, 0.3, 0.4])
         assert norms == pytest.approx([85.0, of_own, (12.0**2 + 84.0**2) ** 0.5, (85.0**2 - 16) ** 0.5, 17.0])
         disagree = "ValueError: ranks disagree, so none can clip the gradients: rank"
         failed = "ValueError: could not convert string to float: 'high'"

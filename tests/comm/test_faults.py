@@ -72,57 +72,6 @@ def test_a_rank_may_leave_as_soon_as_it_has_constructed() -> None:
     assert run(construct_and_leave, 2, timeout=NEVER_S) == ["nothing"] * 2
 
 
-# ----------------------------------------------------------- refused, and then training goes on as if unasked
-
-
-def mistakes(optimizer: ZeroRedundancyOptimizer, own: Any, other: Any) -> list[tuple[str, Callable[[], Any]]]:
-    """Return wrong calls, each with a part of every rank's message. `own` and `other` are checkpoints."""
-    rank = optimizer.rank
-
-    def new(numel: int = 2) -> list[tuple[str, nn.Parameter]]:
-        return [("new", nn.Parameter(torch.ones(numel)))]
-
-    def hoard_and_save() -> None:
-        kept = [optimizer.optim.state[own.local] for own in optimizer.shard.owned if own.piece.param == 4]
-        for state in kept[: rank == 0]:  # where the parameter is cut, both ranks have a part of it
-            state["history"] = {1, 2}
-        try:
-            optimizer.consolidate_state_dict(to=0)
-        finally:
-            for state in kept:
-                state.pop("history", None)
-
-    return [
-        (
-            "rank 1 has [parameter new: shape (3,)",
-            lambda: optimizer.add_param_group({"params": new(2 + rank)}),
-        ),
-        (
-            "rank 1 has [group 1: lr=1.1",
-            lambda: optimizer.add_param_group({"params": new(), "lr": 0.1 + rank}),
-        ),
-        (
-            "can only optimize Tensors",
-            lambda: optimizer.add_param_group({"params": ["new"] if rank else new()}),
-        ),
-        (
-            "'momentum_buffer' for parameter norm.bias has shape (9,)",
-            lambda: optimizer.load_state_dict(other),
-        ),
-        (
-            "'momentum_buffer' for parameter norm.bias",
-            lambda: optimizer.load_state_dict(other if rank else own),
-        ),
-        ("rank 1 has [to=1] where rank 0 has [to=0]", lambda: optimizer.consolidate_state_dict(to=rank)),
-        (
-            "rank 1: to=5 is no rank of a group of 2",
-            lambda: optimizer.consolidate_state_dict(to=5 if rank else 0),
-        ),
-        ("to=5 is no rank of a group of 2", lambda: optimizer.consolidate_state_dict(to=5)),
-        ("the state 'history' of parameter 4 is a set", hoard_and_save),
-    ]
-
-
 # ------------------------------------------------------------------------------------- ranks that stop or die
 
 

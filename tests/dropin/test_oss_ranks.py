@@ -22,7 +22,6 @@ from library.training import assert_state_dicts_equal
 from torch import nn
 from torch.optim import Adam, Optimizer
 
-from zero_ref.dropin.oss import OSS
 from zero_ref.lab.ranks import run
 
 pytestmark = pytest.mark.ranks
@@ -173,33 +172,3 @@ def test_fairscales_sharded_data_parallel_takes_ours() -> None:
         assert our_losses == losses
         assert len(set(losses)) == 5
         assert all(torch.equal(a, b) for a, b in zip(our_params, params, strict=True))
-
-
-# -------------------------------------------------------------------------------------------- groups of ranks
-
-
-def clip_in_pairs() -> tuple[float, float, list[int], bool]:
-    """Ranks 0 and 2 train one model, 1 and 3 another."""
-    rank = dist.get_rank()
-    group = [dist.new_group(members) for members in ([0, 2], [1, 3])][rank % 2]
-    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
-    optimizer = OSS(params, Adam, group, lr=0.1)
-    for param in params:
-        param.grad = torch.full_like(param, 1.0 + rank % 2)
-    total = optimizer.clip_grad_norm(1.0)
-    expected = nn.utils.get_total_norm([torch.full((5,), 1.0 + rank % 2)])
-    assert optimizer.group is group
-    assert (optimizer.rank, optimizer.world_size, optimizer.global_rank) == (rank // 2, 2, rank)
-    optimizer.step()
-    optimizer.consolidate_state_dict(recipient_rank=1)
-    if optimizer.rank != 1:
-        return total.item(), expected.item(), [], False
-    state = optimizer.state_dict()["state"]
-    moment = torch.cat([state[number]["exp_avg"] for number in state])
-    return total.item(), expected.item(), list(state), torch.allclose(moment, torch.tensor(0.1 / 5**0.5))
-
-
-def test_a_group_clips_by_its_own_norm_and_counts_its_own_ranks() -> None:
-    for rank, (total, expected, numbers, clipped) in enumerate(run(clip_in_pairs, 4)):
-        assert total == pytest.approx(expected)
-        assert (numbers, clipped) == (([0, 1], True) if rank >= 2 else ([], False))

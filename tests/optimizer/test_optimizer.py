@@ -652,35 +652,6 @@ def test_overlap_with_ddp_on_one_rank_only_is_refused() -> None:
     each_rank_raises(one_rank_asks, ValueError, "overlap_with_ddp=True")
 
 
-def test_broadcast_dtype_rounds_what_others_own_and_nothing_else() -> None:
-    def on_rank(comm: Collectives) -> tuple[Partition, Snapshot, list[Call]]:
-        model = Tangle()
-        optimizer = OSS(model.parameters(), optim.SGD, comm, broadcast_dtype=torch.bfloat16, lr=0.1)
-        fill_gradients(list(model.parameters()), 0, comm.world_size, comm)
-        with recording(comm) as calls:
-            optimizer.step()
-        return optimizer.partition, snapshot(model), calls
-
-    model = Tangle()
-    plain = optim.SGD(model.parameters(), lr=0.1)
-    fill_gradients(list(model.parameters()), 0, 2)
-    plain.step()
-    of_rank = virtual.run(on_rank, 2, timeout=20)
-    for rank, (plan, ours, calls) in enumerate(of_rank):
-        rounded = 0
-        for number, (our, exact) in enumerate(zip(ours, snapshot(model), strict=True)):
-            a, b = flat_view(our), flat_view(exact)
-            for piece, owner in plan.pieces_of_param[number]:
-                mine, full = a[piece.start : piece.stop], b[piece.start : piece.stop]
-                sent = owner != rank and list(model.parameters())[number].requires_grad
-                expected = full.bfloat16().float() if sent else full
-                assert torch.equal(mine, expected), (number, piece)
-                rounded += int((mine != full).sum())
-        assert rounded, "nothing was rounded"
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        assert sum(call.nbytes for call in calls) == 2 * trained
-
-
 def step_beyond(comm: Collectives, values: dict[str, float], dtype: torch.dtype) -> tuple[str, Snapshot]:
     """Return the error of a step that gives one element of each of these parameters this value."""
     model = Tangle()
