@@ -409,10 +409,7 @@ def norms_worked_by_hand() -> tuple[list[float], list[float], list[str]]:
     clip_grad_norm_(both, 8.5)
     clipped = [param.grad.item() for zero in both for param in zero.built.params]  # type: ignore[union-attr]
     wrong: list[Callable[[], Any]] = [
-        lambda: clip_grad_norm_(both, 1.0 + (rank == 3)),
-        lambda: clip_grad_norm_(both[::-1] if rank == 3 else both, 1.0),
         lambda: clip_grad_norm_(both, 1.0, params=dense.built.params if rank == 3 else None),
-        lambda: clip_grad_norm_(both, "high" if rank == 3 else 1.0),  # type: ignore[arg-type]
         lambda: clip_grad_norm_([column, expert], 1.0),
         lambda: clip_grad_norm_(dense, 1.0, across=expert.process_group),
     ]
@@ -428,15 +425,9 @@ def test_norms_of_3_and_4_with_experts_of_12_and_84() -> None:
         assert clipped == pytest.approx([of_own / 10, 0.3, 0.4])
         assert norms == pytest.approx([85.0, of_own, (12.0**2 + 84.0**2) ** 0.5, (85.0**2 - 16) ** 0.5, 17.0])
         disagree = "ValueError: ranks disagree, so none can clip the gradients: rank"
-        failed = "ValueError: could not convert string to float: 'high'"
-        if rank != 3:
-            failed = f"RuntimeError: rank {rank}: rank 3 could not clip the gradients: {failed}"
         theirs = [0, 1] if rank // 2 == 0 else [2, 3]
         starts = [
-            f"{disagree} 3 has [max_norm=2.0",
             f"{disagree} 2 has [optimizer 0 (SGD), all parameters] over the ranks [2, 3] where rank 3 has",
-            f"{disagree} 2 has [optimizer 0 (SGD), all parameters] over the ranks [2, 3] where rank 3 has",
-            failed,
             f"ValueError: rank {rank % 2}: the ranks {[rank % 2, rank % 2 + 2]} are to have one norm, and an "
             f"optimizer is over {theirs}. Pass across=",
             f"ValueError: rank {rank}: the ranks {theirs} are to have one norm, and an optimizer is over [0",

@@ -30,7 +30,6 @@ from library.training import (
     assert_state_dicts_equal,
     caught,
     describe,
-    fill_gradients,
     of_several_dtypes,
     snapshot,
     train,
@@ -231,22 +230,6 @@ def test_parameters_are_found_by_name_and_else_by_number_and_groups_keep_their_o
             for key in set(wanted) - {"params", "param_names"}:
                 assert type(saved[key]) is type(wanted[key])
                 assert saved[key] == wanted[key], key
-
-
-def test_tensors_are_named_after_their_parameters(tmp_path: Path) -> None:
-    def save(comm: Collectives) -> None:
-        model = nn.Linear(2, 2)
-        optimizer = ZeroRedundancyOptimizer(model.named_parameters(), optim.SGD, comm, lr=0.1, momentum=0.9)
-        fill_gradients(list(model.parameters()), 0, 1)
-        optimizer.step()
-        save_sharded(optimizer, tmp_path)
-
-    virtual.run(save, 1, timeout=120)
-    _, tables, _ = shard_files.newest_intact(tmp_path, None, {})
-    reader = shard_files.ShardReader(tmp_path / "save-00000001", tables)
-    names = {f"{kind}{param}{key}" for param in ("weight", "bias") for kind, key in
-             (("parameters.", ""), ("state.", ".momentum_buffer"))}  # fmt: skip
-    assert set(reader.tensors) == names
 
 
 def test_another_memory_format_is_no_obstacle(tmp_path: Path) -> None:
@@ -874,12 +857,12 @@ def test_the_copies_are_freed_when_they_are_written(tmp_path: Path, gate: thread
         assert staged
         assert all(ref() is not None for ref in staged)
         gate.set()
-        pending.wait()
-        deadline = time.monotonic() + 600  # the thread lets go a moment after it has said that it is done
+        deadline = time.monotonic() + 60  # nobody has to wait for the save
         while any(ref() is not None for ref in staged) and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.01)
         assert not [ref for ref in staged if ref() is not None]
+        pending.wait()
 
     virtual.run(on_rank, 1, timeout=120)
 

@@ -49,7 +49,6 @@ from zero_ref.local_sgd.averagers import HierarchicalModelAverager, ModelAverage
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.local_sgd.optimizer import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.calls import Call
 
 pytestmark = pytest.mark.ranks
 
@@ -220,7 +219,8 @@ def mixes(case: Case) -> list[Trace]:
 
 
 def test_each_part_works_with_those_of_torch() -> None:
-    case = Case({2: 2, 4: 4}, 1, gradient_group=2, **ADAMW)
+    # In the second step of the warm-up a state that counts by itself meets several buckets.
+    case = Case({2: 2, 4: 4}, 3, gradient_group=2, **ADAMW)
     for theirs, *mixed in run(mixes, 4, case, timeout=60):
         for parts, trace in zip(MIXES, mixed, strict=True):
             assert trace == theirs, parts
@@ -900,27 +900,6 @@ def test_a_parameter_without_a_gradient_is_averaged_too() -> None:
 
 
 # ------------------------------------------------------------------------------------------ other groups
-
-
-def on_one_rank(case: Case) -> tuple[Trace, Trace, list[Call]]:
-    job = Job(case)
-    calls: list[Call] = []
-    job.averager.collectives.observers.append(calls.append)
-    model = Tangle(channels_last=False)
-    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    plain = []
-    for step in STEPS:
-        optimizer.zero_grad()
-        loss_on_own_data(model, 0, step).backward()
-        optimizer.step()
-        plain.append(digest(model.parameters()))
-    return job.train(STEPS), plain, calls
-
-
-def test_one_rank_trains_as_without() -> None:
-    ((trace, plain, calls),) = run(on_one_rank, 1, Case({4: 1}), timeout=20)
-    assert trace == plain
-    assert calls == []
 
 
 def within_a_group() -> list[list[float]] | None:

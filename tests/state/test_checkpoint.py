@@ -189,42 +189,6 @@ def test_python_numbers_texts_and_none_keep_their_types() -> None:
         assert_state_dicts_equal(loaded[0][1], plain)
 
 
-@pytest.mark.parametrize("to", [1, "all"])
-def test_tensors_of_any_dtype_are_kept(to: Any) -> None:
-    dtypes = [
-        torch.uint8,
-        torch.int16,
-        torch.bool,
-        torch.int64,
-        torch.float16,
-        torch.complex128,
-        torch.float8_e4m3fn,
-    ]
-
-    class Quantised(optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            super().step(closure)
-            for param in self.param_groups[0]["params"]:
-                for dtype in dtypes:
-                    self.state[param][str(dtype)] = torch.tensor([[1.0, 0.0, 2.0]]).to(dtype)
-                    self.state[param][f"{dtype}, zero-dimensional"] = torch.tensor(1.0).to(dtype)
-                    self.state[param][f"{dtype}, like the parameter"] = torch.ones_like(param).to(dtype)
-
-    run = Run(Quantised, lr=0.1)
-    _, plain = run.plain(range(1))
-    states = [state for _, state in run.sharded(3, range(1), to=to) if state]
-    assert len(states) == (1 if to == 1 else 3)
-    for state in states:
-        for number, of_param in plain["state"].items():
-            for key, value in of_param.items():
-                ours = state["state"][number][key]
-                if value is None:
-                    assert ours is None
-                else:
-                    assert (ours.dtype, ours.shape) == (value.dtype, value.shape), key
-                    assert torch.equal(ours.to(torch.complex128), value.to(torch.complex128)), key
-
-
 def test_a_checkpoint_passes_through_a_file_without_pickled_code() -> None:
     run = Run(optim.AdamW, named_groups)
     state = run.sharded(3, range(2))[0][1]
@@ -516,26 +480,6 @@ def test_a_scheduler_does_not_write_into_a_dict_that_was_loaded() -> None:
 
     assert virtual.run(on_rank, 2) == [0.125, 0.125]
     assert float(state["param_groups"][0]["lr"]) == 0.5
-
-
-def test_the_same_dict_loaded_twice_into_one_optimizer() -> None:
-    run = Run(optim.AdamW)
-    first, state = run.plain(range(2))
-    rest, _ = run.plain(range(2, 4), first[-1], state)
-
-    def on_rank(comm: Collectives, partition: Any) -> None:
-        model = run.model(first[-1])
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, partition=partition)
-        for _ in range(2):
-            optimizer.load_state_dict(state)
-            trained = [snapshot(model) for _ in train(model, optimizer, range(2, 4))]
-            assert_same(trained, rest, describe(partition))
-            with torch.no_grad():
-                for param, value in zip(model.parameters(), first[-1]):
-                    param.copy_(value)
-
-    for partition in PARTITIONS:
-        virtual.run(on_rank, 3, partition)
 
 
 def test_options_that_the_checkpoint_does_not_have_are_forgotten_as_by_torch(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ DTYPES += [
 
 
 class Quantised(optim.SGD):
-    """Keeps state of every dtype, as 8-bit optimizers do of some."""
+    """Keeps state of every dtype, as 8-bit optimizers do of some, in several shapes."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
@@ -92,6 +92,7 @@ class Quantised(optim.SGD):
             for dtype in DTYPES:
                 self.state[param][str(dtype)] = torch.tensor([1.0, 0.0, 2.0]).to(dtype)
                 self.state[param][f"empty {dtype}"] = torch.empty(0, 2, dtype=dtype)
+                self.state[param][f"one {dtype}"] = torch.tensor(1.0).to(dtype)
 
 
 def state_of_every_dtype(to: Any) -> int:
@@ -113,6 +114,8 @@ def state_of_every_dtype(to: Any) -> int:
                 == torch.tensor([1.0, 0.0, 2.0]).to(dtype).to(torch.complex128).tolist()
             )
             assert state[f"empty {dtype}"].shape == (0, 2)
+            one = state[f"one {dtype}"]
+            assert (one.dtype, one.shape, one.to(torch.complex128).item()) == (dtype, (), 1.0)
             checked += 1
     return checked
 
