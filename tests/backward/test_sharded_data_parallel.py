@@ -313,7 +313,7 @@ def test_gradients_are_only_where_they_are_owned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("partition", "by_hand"), [("sorted_greedy", False), ("even", True), (SHARES, False)]
+    ("partition", "by_hand"), [("sorted_greedy", False), ("even", False), ("even", True), (SHARES, False)]
 )
 def test_clipping_sees_the_norm_of_all_gradients(partition: Any, by_hand: bool) -> None:
     def on_rank(comm: Collectives) -> Values:
