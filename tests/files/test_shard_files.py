@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings, strategies as st
-from library.saved import newest_complete
+from library.saved import CountingFile, newest_complete
 
 from zero_ref.files import durable, shard_files
 from zero_ref.files.flat_slices import FlatSlices
@@ -126,28 +126,6 @@ def test_what_is_written_in_any_pieces_is_read_in_any_others(
         same = place.view(torch.uint8).equal(tensor[start : start + len(place)].view(torch.uint8))
         assert same, f"elements from {start} on"
     shutil.rmtree(directory)
-
-
-class CountingFile:
-    """Stands in for a file opened to be read, and counts."""
-
-    def __init__(self, path: Any, log: dict[str, int]) -> None:
-        self.file, self.log, self.name = path.open("rb"), log, path.name
-        log.setdefault(self.name, 0)
-
-    def __enter__(self) -> CountingFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def seek(self, offset: int) -> None:
-        self.file.seek(offset)
-
-    def readinto(self, memory: memoryview) -> int:
-        count = self.file.readinto(memory)
-        self.log[self.name] += count
-        return count
 
 
 def test_exactly_the_blocks_asked_for_are_read_and_no_other_file_is_opened(

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from library.saved import newest_complete
+from library.saved import CountingFile, newest_complete
 from library.training import (
     MODES,
     Run,
@@ -427,26 +427,10 @@ def test_each_rank_reads_the_bytes_that_it_owns_and_only_rank_0_all_tables(
     save_at(4, tmp_path, partition="even")
     opened: dict[int, dict[str, int]] = {}
 
-    class Counting:
-        def __init__(self, path: Path) -> None:
-            self.file, self.name = path.open("rb"), path.name
-            self.log = opened.setdefault(threading.get_ident(), {})
+    def counting(path: Path) -> CountingFile:
+        return CountingFile(path, opened.setdefault(threading.get_ident(), {}))
 
-        def __enter__(self) -> Counting:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.file.close()
-
-        def seek(self, offset: int) -> None:
-            self.file.seek(offset)
-
-        def readinto(self, memory: memoryview) -> int:
-            count = self.file.readinto(memory)
-            self.log[self.name] = self.log.get(self.name, 0) + count
-            return count
-
-    monkeypatch.setattr(shard_files, "open_regular", Counting)
+    monkeypatch.setattr(shard_files, "open_regular", counting)
     tables_read: list[int] = []
     read = shard_files.read_sealed
     monkeypatch.setattr(

@@ -619,8 +619,6 @@ def test_overlap_with_ddp_without_a_hook_steps_as_ever() -> None:
         assert optimizer.step(lambda: (backward(3), 5.0)[1]) == 5.0
         yield
 
-    assert_trains_as_plain(script, modes=[("even", True)])
-
     def on_rank(comm: Collectives) -> list[Snapshot]:
         model = Tangle()
         optimizer = zero(comm, model.parameters(), overlap_with_ddp=True)
