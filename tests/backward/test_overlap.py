@@ -790,6 +790,21 @@ class Counting(optim.SGD):
         return super().step(closure)
 
 
+def steps_counted_in_groups() -> list[int]:
+    counts = []
+    for job in each_way(optimizer_class=Counting, options={"lr": 0.1}, groups=two_groups):
+        (ours, optimizer), (plain, reference) = job.run(sharded=True), job.run(sharded=False)
+        assert_same(ours, plain, str(job))
+        for group, other in zip(optimizer.param_groups, reference.param_groups, strict=True):
+            assert (group["steps"], group["lr"]) == (other["steps"], other["lr"])
+            counts.append(group["steps"])
+    return counts
+
+
+def test_an_optimizer_that_counts_its_steps_in_its_groups() -> None:
+    assert run(steps_counted_in_groups, 2) == [[4] * 8] * 2
+
+
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
