@@ -29,14 +29,14 @@ CHECKPOINTING: dict[str, str] = {
 }
 
 OF_THE_PAPER = ("none", "selective", "full")
-"""Those that Korthikanti et al. name. The two others are torchtitan's."""
+"""Kinds of checkpointing that Korthikanti et al. name. The two others are torchtitan's."""
 
 ATTENTION: dict[str, str] = {
     "fused": "one kernel, as flash attention: no score reaches memory",
     "unfused": "scores are stored, and kept for backward unless they are computed again",
     "by-hand": "the same with a softmax of separate operations, which keeps their exponentials too",
 }
-"""How attention is computed. Backward of a fused kernel computes scores again, whatever is checkpointed."""
+"""Kinds of attention. Backward of a fused kernel computes scores again, whatever is checkpointed."""
 
 
 def kinds_apart(attention: str) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ def _heads_widths(layer: Transformer | Layer) -> tuple[int, int]:
 
 
 def kept_of_block(layer: Transformer | Layer, sequence: int, attention: str = "fused") -> list[Kept]:
-    """What autograd keeps of one block for each token, if nothing is computed again.
+    """Return the values that autograd keeps of one block for each token, if nothing is computed again.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
     >>> kept = kept_of_block(TRANSFORMERS["llama3-8b"], 8192)
@@ -189,7 +189,7 @@ class Activations:
 
     @property
     def kept(self) -> int:
-        """What is there when backward begins."""
+        """Bytes of activations that are there when backward begins."""
         return self.blocks + self.head
 
 
@@ -256,7 +256,7 @@ def activations(
     sequence = _tokens_of_sequence(architecture, batch, sequence)
     tokens, layers, width = sequence * batch, architecture.layers, architecture.width
     outputs, of_stream = outputs_of(architecture), 4 if autocast else itemsize
-    how = _How(
+    options = _BlockOptions(
         sequence,
         batch,
         attention,
@@ -270,11 +270,11 @@ def activations(
     )
 
     input_of_block, depth = tokens * width * of_stream, architecture.depth
-    wholes = [_kept_bytes(layer, how) for layer in layers]
+    wholes = [_kept_bytes(layer, options) for layer in layers]
     if checkpointing == "selective":
-        ones = [_kept_bytes(layer, how, "scores") for layer in layers]
+        ones = [_kept_bytes(layer, options, "scores") for layer in layers]
     elif checkpointing == "by-operation":
-        ones = [_kept_by_operation(layer, how) for layer in layers]
+        ones = [_kept_by_operation(layer, options) for layer in layers]
     elif checkpointing == "full":
         ones = [input_of_block] * len(layers)
     else:
@@ -297,16 +297,16 @@ def activations(
     inside = max((1 + layer.kind.gated) * layer.hidden + layer.moved for layer in layers)
     return Activations(
         blocks,
-        head=tokens * (of_norm + of_logit * outputs) + how.casts(width * outputs),
+        head=tokens * (of_norm + of_logit * outputs) + options.casts(width * outputs),
         loss=tokens * in_loss * outputs,
         again=again,
         gradients=tokens * (2 * width * of_stream + inside * itemsize),
-        cached=sum(layer.number * how.casts(cast_weights(layer)) for layer in layers) * shrunk // depth,
+        cached=sum(layer.number * options.casts(cast_weights(layer)) for layer in layers) * shrunk // depth,
     )
 
 
-class _How(NamedTuple):
-    """How blocks are computed: the arguments of `activations` of these names."""
+class _BlockOptions(NamedTuple):
+    """The arguments of `activations` that say how blocks are computed."""
 
     sequence: int
     batch: int
@@ -324,44 +324,44 @@ class _How(NamedTuple):
         return numel * self.itemsize if self.autocast and not self.compiled else 0
 
 
-def _kept_bytes(layer: Layer, how: _How, *left_out: str) -> int:
-    """What a block keeps if nothing is computed again but the roles that are left out."""
-    kept = kept_of_block(layer, how.sequence, how.attention)
-    if how.lora is not None:
-        adapted = sum(map(how.lora.adapts, matrices(layer)))
-        kept = [*how.lora.kept(kept), Kept("results of A", adapted * how.lora.rank, "operand")]
-    if how.autocast:
-        kept = kept_under_autocast(layer, kept, compiled=how.compiled)
+def _kept_bytes(layer: Layer, options: _BlockOptions, *left_out: str) -> int:
+    """Return the bytes that a block keeps if only the roles in `left_out` are computed again."""
+    kept = kept_of_block(layer, options.sequence, options.attention)
+    if options.lora is not None:
+        adapted = sum(map(options.lora.adapts, matrices(layer)))
+        kept = [*options.lora.kept(kept), Kept("results of A", adapted * options.lora.rank, "operand")]
+    if options.autocast:
+        kept = kept_under_autocast(layer, kept, compiled=options.compiled)
     kept += kept_beside(
         layer,
-        how.norms,
-        how.repeated_kv and how.attention == "fused",
-        4 if how.autocast else how.itemsize,
-        silu_by_hand=how.silu_by_hand,
-        exponentials=how.sequence if how.attention == "by-hand" else 0,
+        options.norms,
+        options.repeated_kv and options.attention == "fused",
+        4 if options.autocast else options.itemsize,
+        silu_by_hand=options.silu_by_hand,
+        exponentials=options.sequence if options.attention == "by-hand" else 0,
     )
     of_token = sum(
-        one.numel * (one.nbytes or how.itemsize)
+        one.numel * (one.nbytes or options.itemsize)
         for one in kept
-        if one.role not in left_out and not (how.compiled and one.role == "pointwise")
+        if one.role not in left_out and not (options.compiled and one.role == "pointwise")
     )
-    return how.sequence * how.batch * of_token + how.casts(cast_weights(layer))
+    return options.sequence * options.batch * of_token + options.casts(cast_weights(layer))
 
 
-def _kept_by_operation(layer: Layer, how: _How) -> int:
+def _kept_by_operation(layer: Layer, options: _BlockOptions) -> int:
     """The input of a block, attention's result and those of every other product, the first one included."""
     listed = matrices(layer)[::2]
-    if how.compiled and not layer.kind.post_norms:
+    if options.compiled and not layer.kind.post_norms:
         listed = [one for one in listed if one.name != "down"]  # nothing in backward reads it
-    of_input = layer.width * (4 if how.autocast else how.itemsize)
+    of_input = layer.width * (4 if options.autocast else options.itemsize)
     numel = layer.attended + sum(one.outputs for one in listed)
-    if how.lora is not None:  # whose products count too: of three, the first and the last, or the second
-        adapted = [how.lora.adapts(one) for one in matrices(layer)]
+    if options.lora is not None:  # whose products count too: of three, the first and the last, or the second
+        adapted = [options.lora.adapts(one) for one in matrices(layer)]
         numel += sum(one.outputs for one, has in zip(matrices(layer)[::2], adapted[::2]) if has)
-        numel += how.lora.rank * sum(adapted[1::2])
-    of_results = numel * how.itemsize
-    statistics = 4 * layer.heads if how.attention == "fused" else 0
-    return how.sequence * how.batch * (of_input + of_results + statistics)
+        numel += options.lora.rank * sum(adapted[1::2])
+    of_results = numel * options.itemsize
+    statistics = 4 * layer.heads if options.attention == "fused" else 0
+    return options.sequence * options.batch * (of_input + of_results + statistics)
 
 
 def activation_bytes(

@@ -54,7 +54,7 @@ class Transformer(Architecture, Protocol):
 
     @property
     def kind(self) -> BlockKind:
-        """What a block is made of."""
+        """The structure of a block."""
 
     @property
     def vocabulary(self) -> int:
@@ -74,7 +74,7 @@ class Transformer(Architecture, Protocol):
 
 
 def outputs_of(architecture: Transformer) -> int:
-    """What the output head gives for each token: a logit for each entry of the vocabulary, labels or nothing.
+    """Return the number of outputs for each token: the entries of the vocabulary, the labels, or 0.
 
     >>> outputs_of(GPT2(width=8, depth=1, heads=2)), outputs_of(GPT2(8, 1, 2, head=Head("score", 1)))
     (50257, 1)
@@ -130,7 +130,7 @@ class GPT2:
 
     @property
     def kind(self) -> BlockKind:
-        """What a block is made of."""
+        """The structure of a block."""
         return BlockKind(gated=False, dropout=self.dropout, rotary=False, fused_qkv=True)
 
     @property
@@ -200,7 +200,7 @@ class Llama:
 
     @property
     def kind(self) -> BlockKind:
-        """What a block is made of."""
+        """The structure of a block."""
         return BlockKind()
 
     def shapes(self) -> tuple[ParamShape, ...]:

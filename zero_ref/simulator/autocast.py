@@ -24,7 +24,7 @@ Source: ATen/autocast_mode.h of torch, where `layer_norm` and `rms_norm` run in 
 
 
 def reads_of_norms(layer: Layer, compiled: bool = False) -> dict[str, int]:
-    """How many cast copies there are of the results of a block's norms, by the names of `Kept`.
+    """Return the number of cast copies of each result of a block's norms, by the name of its `Kept`.
 
     Queries, keys and values may be one product, and gate and up too. A compiler casts once.
     """
@@ -36,7 +36,7 @@ def reads_of_norms(layer: Layer, compiled: bool = False) -> dict[str, int]:
 
 
 def kept_under_autocast(layer: Layer, kept: Iterable[Kept], *, compiled: bool = False) -> list[Kept]:
-    """What autograd keeps of a block under autocast, given what it keeps without.
+    """Return the values that autograd keeps of a block under autocast, from those that it keeps without.
 
     >>> from zero_ref.simulator.layers import BlockKind, alike
     >>> block = alike(16, 1, BlockKind(), 32, 2, 2, 8)
@@ -45,7 +45,7 @@ def kept_under_autocast(layer: Layer, kept: Iterable[Kept], *, compiled: bool = 
     Kept(name='input', numel=16, role='input', nbytes=4)
     Kept(name='normed', numel=48, role='operand', nbytes=0)
 
-    Of mixers and experts that have tables of their own, a copy is counted once.
+    Mixers and experts that have tables of their own keep one copy.
 
     Args:
         compiled: the block is.

@@ -317,7 +317,7 @@ class Cluster:
         )
 
     def _algorithms(self, op: str) -> list[str]:
-        """Those that "auto" considers."""
+        """Return the algorithms that "auto" considers."""
         if self.backend != "nccl" or op != "all_reduce":
             return ["ring"]
         return ["ring", "tree", "nvls"] if self.nvls else ["ring", "tree"]
@@ -385,7 +385,7 @@ class Cluster:
         return max(inside_ms + node.ms(hops, 0), latency_ms + node.ms(hops, 2 * payload))
 
     def _hops(self, op: str, rounds: int, ranks: int, span: _Span) -> tuple[float, float]:
-        """How many of the messages that follow one another stay in a node, and how many leave one."""
+        """Divide messages that follow one another into those that stay in a node and those that leave one."""
         if not rounds or span.nodes == 1:
             return rounds, 0
         if op == "broadcast" and self.backend == "gloo":  # a tree that crosses nodes first

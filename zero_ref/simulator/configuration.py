@@ -18,10 +18,10 @@ from zero_ref.simulator.rules import RULES, Config, windows_of
 from zero_ref.simulator.towers import TOWERS
 
 LARGEST_SIZE = 2**31 - 1
-"""Of a dimension in a configuration."""
+"""The largest size that a dimension may have in a configuration."""
 
 MOST_BLOCKS = 10_000
-"""In a configuration. Each is listed tensor by tensor; the deepest model among the presets has 158."""
+"""The largest number of blocks in a configuration. Each is listed by tensor; presets have 158 at most."""
 
 _GPT2_KEYS = {
     "width": "n_embd",
@@ -41,7 +41,7 @@ _KEYS = {
 }
 
 NESTED = ("text_config", "llm_config", "language_config")
-"""Where a model of several parts has the configuration of its language model."""
+"""Keys under which a model of several parts has the configuration of its language model."""
 
 
 def from_config(config: Mapping[str, Any]) -> GPT2 | Llama | Decoder:
@@ -113,7 +113,7 @@ def described(config: Mapping[str, Any]) -> GPT2 | Llama | Decoder:
 
 
 def quantized(config: Mapping[str, Any]) -> str:
-    """How the weights are stored if they were rounded to few bits; empty if they were not."""
+    """Return the configuration's words for weights that were rounded to few bits; empty if they were not."""
     for one in (config, *(config[key] for key in NESTED if isinstance(config.get(key), Mapping))):
         for key in ("quantization_config", "compression_config"):
             how = one.get(key)
@@ -164,11 +164,11 @@ def _gpt2(config: Mapping[str, Any]) -> GPT2:
 
 
 HEADS = ("ForCausalLM", "LMHeadModel", "Model", "ForSequenceClassification", "ForTokenClassification")
-"""How the names end of transformers' classes whose output heads are known."""
+"""Endings of the names of those classes of transformers whose output heads are known."""
 
 
 def _head(kind: str, class_name: str, config: Mapping[str, Any]) -> Head | None:
-    """What is in place of the output head over the vocabulary, by the class in `architectures`."""
+    """Return the layer in place of the output head over the vocabulary, by the class in `architectures`."""
     named = config.get("architectures")
     if named is None or named == []:
         return None
@@ -206,7 +206,7 @@ def _head(kind: str, class_name: str, config: Mapping[str, Any]) -> Head | None:
 
 
 AROUND = ("ForConditionalGeneration", "ForImageTextToText", "ForCausalLM")
-"""How the names end of classes around a language model, whose output head is that over the vocabulary."""
+"""Endings of the names of classes around a language model whose output head is over the vocabulary."""
 
 
 def _check_class_around(config: Mapping[str, Any]) -> None:
@@ -222,7 +222,7 @@ def _check_class_around(config: Mapping[str, Any]) -> None:
 
 
 def _tower(config: Mapping[str, Any], text: Mapping[str, Any]) -> Tower | None:
-    """What brings images into the model; of a kind that is not known, by its name."""
+    """Return the vision tower, which has only its name if its kind is not known; None if there is none."""
     inside = config.get("vision_config")
     if not isinstance(inside, Mapping):
         return None

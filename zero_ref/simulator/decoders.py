@@ -28,7 +28,7 @@ shapes).
 
 
 class Head(NamedTuple):
-    """What a model computes from the last hidden states, where it is no head over the vocabulary.
+    """The output head of a model, where it is not over the vocabulary.
 
     >>> REWARD = Head("score", 1)
     >>> REWARD.behind([ParamShape("model.norm.weight", (8,))], width=8)[1]
@@ -68,7 +68,7 @@ class Block(NamedTuple):
 
 
 class Tower(NamedTuple):
-    """What brings images into the model.
+    """The part of a model that brings images into it.
 
     Args:
         kind: a name in `towers.TOWERS`; one that is not there has parameters that are not known.
@@ -87,7 +87,7 @@ class Tower(NamedTuple):
 
     @property
     def behind(self) -> tuple[ParamShape, ...]:
-        """Those that are registered after the language model's."""
+        """The parameters that are registered after the language model's."""
         return tuple(self._of(TOWERS[self.kind].behind)) if self.kind in TOWERS else ()
 
     def _of(self, parts: Iterable[tuple[str, str, str]]) -> Iterator[ParamShape]:
@@ -141,7 +141,7 @@ _KEPT = re.compile(r"^(.+)\((.+)\):(\w+?)(\d?)$")
 
 
 def _kept(written: str, sizes: Mapping[str, int]) -> tuple[Kept, ...]:
-    """What autograd keeps, as a table of `families` writes it; an underscore in a name is a space."""
+    """Read the values that autograd keeps from a table of `families`; an underscore in a name is a space."""
     found = (_KEPT.findall(line)[0] for line in written.split())
     return tuple(
         Kept(name.replace("_", " "), value_of(numel, sizes), role, int(nbytes or 0))
@@ -197,7 +197,7 @@ class Decoder:
 
     @property
     def kind(self) -> BlockKind:
-        """What a block is made of."""
+        """The structure of a block."""
         return self._family.kind
 
     @property
@@ -215,7 +215,7 @@ class Decoder:
         return (*self.tower.before, *self._language, *self.tower.behind)
 
     def language(self) -> tuple[ParamShape, ...]:
-        """Those of the language model, without a tower's."""
+        """Return the parameters of the language model, without a tower's."""
         return self._language
 
     @cached_property
@@ -311,7 +311,7 @@ class Decoder:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What is not counted in the activations and the time of training on text, for people."""
+        """Parts that the activations and the time of training on text do not count, in words for people."""
         listed = (words for layer in self.layers for words in layer.missing)
         return tuple(dict.fromkeys(listed))
 

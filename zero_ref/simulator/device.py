@@ -165,7 +165,7 @@ class Device:
         return tensors * self.update_overhead_us / 1e3 + nbytes / (rate * 1e6)
 
     def offloaded_ms(self, touched: float, there: float, back: float) -> float:
-        """How long an update takes that the host makes, piece by piece, while others are on their way.
+        """Return milliseconds of an update that the host makes piece by piece, while other pieces travel.
 
         >>> from zero_ref.simulator.cluster import cluster
         >>> round(cluster("a100-ib").device.offloaded_ms(touched=41e9, there=25.6e9, back=0))

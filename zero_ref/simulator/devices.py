@@ -9,12 +9,13 @@ published the figure.
 from typing import Any
 
 ALLOCATOR_SHARE = 0.1
-"""What PyTorch's allocator reserves beside tensors, as a share of these. Fitted, to a hundredth, to the two
-runs of benchmarks/published_runs whose use is "fit memory": tests/simulator/test_scenario.py."""
+"""Bytes that PyTorch's allocator reserves beside tensors, as a share of these. The share is fitted, to a
+hundredth, to the two runs of benchmarks/published_runs whose use is "fit memory":
+tests/simulator/test_scenario.py."""
 
 LIBRARY_GB = 1.1
-"""What a process holds outside of the allocator: CUDA's context with its kernels, 0.4, and a communicator,
-0.7. Each further process group takes about another 0.7.
+"""10^9 bytes that a process holds outside of the allocator: CUDA's context with its kernels, 0.4, and a
+communicator, 0.7. Each further process group takes about another 0.7.
 
 Source: pytorch/pytorch, issue 107667 (some 300 MB with lazy loading); NVIDIA/nccl, issue 964 (688 MB for a
 group of A100s with NVLink). On AMD's GPUs it is supposed to be as much.
@@ -263,7 +264,7 @@ FIGURES: dict[str, dict[str, tuple[Any, str]]] = {
 SOURCES: dict[str, dict[str, str]] = {
     name: {field: source for field, (_, source) in fields.items()} for name, fields in FIGURES.items()
 }
-"""Where each figure of a device comes from."""
+"""The source of each figure, by device and field."""
 
 DEVICES: dict[str, dict[str, Any]] = {
     name: {field: figure for field, (figure, _) in fields.items()} for name, fields in FIGURES.items()

@@ -1,4 +1,4 @@
-"""What is done with each token alone, as tables: a dense MLP, or experts, to a few of which a token goes."""
+"""Tables of the MLPs that compute with each token alone: a dense MLP, or experts, a few for each token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEPT_OF_EXPERTS = (
     "results(c*d):product weights(c):operand "
 )
 KEPT_ROUTED = _KEPT_OF_EXPERTS + "scores(x):statistics4 chosen(c+1):statistics4 places(4*c):statistics8"
-"""Of experts whose weights are one product of groups of rows, as `grouped_mm` of transformers computes it."""
+"""Values that experts keep for backward if `grouped_mm` of transformers computes all in one product."""
 
 _KEPT_ROUTED_BY_DEEPSEEK = (
     _KEPT_OF_EXPERTS.replace("weights(c):operand", "weights(c):statistics4")

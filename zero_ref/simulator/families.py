@@ -1,4 +1,4 @@
-"""How a family of decoders is described: a table of the tensors of a block, and what else it is made of.
+"""The description of a family of decoders: a table of the tensors of a block, and of its other parts.
 
 A tensor is written as `name(rows,columns)`, and as `name(rows,columns)+option` with a bias, which it has
 where the option is true, or always where no option follows the plus. `name[...]` is a parameter whose name
@@ -46,11 +46,11 @@ SIZES: dict[str, str] = {
     "ms": "ssm_state_size|mamba_d_state",
     "mt": "conv_kernel|mamba_d_conv",
 }
-"""Where a configuration has each further size: keys, or products of them, the first one that is there."""
+"""Keys of a configuration for each further size, or products of keys; the first that is there counts."""
 
 
 class Mixer(NamedTuple):
-    """What mixes the tokens of a sequence in a block.
+    """The part of a block that mixes the tokens of a sequence.
 
     Args:
         tensors: of its own, which stand where a family's block has `{mixer}`.
@@ -75,7 +75,7 @@ class Mixer(NamedTuple):
 
 
 class Mlp(NamedTuple):
-    """What is done with each token alone in a block.
+    """The part of a block that computes with each token alone.
 
     Args:
         tensors: of its own, which stand where a family's block has `{mlp}`.

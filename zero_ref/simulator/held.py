@@ -78,7 +78,7 @@ def _is_part_of_backward(one: Operation) -> bool:
 
 
 class _Changes:
-    """How much more or less there is of each kind, by the moment.
+    """Changes of the bytes that a rank holds of each kind, by the moment.
 
     Args:
         rank, gradients_stay: as in `held_over_time`.

@@ -1,4 +1,4 @@
-"""What a transformer computes for a micro-batch: matrix products, attention, and passes over memory.
+"""The computations of a transformer for a micro-batch: matrix products, attention, passes over memory.
 
 `price` asks a device how long these take, and gives the time to the operations of a schedule. A matrix
 product is limited by arithmetic, a norm or an activation function by what it reads and writes. So a share of
@@ -299,7 +299,7 @@ class Kernels:
 
     @property
     def flops(self) -> float:
-        """Of products and attention, computed again or not."""
+        """Floating-point operations of products and attention, including those that are computed again."""
         return self.forward.flops + self.backward.flops
 
     def parts_ms(self, device: Device) -> dict[str, float]:

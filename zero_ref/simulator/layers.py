@@ -1,4 +1,4 @@
-"""What activations and kernels of a model depend on, layer by layer.
+"""Sizes of a model, layer by layer, on which its activations and kernels depend.
 
 A `Layer` is one kind of block: what mixes the tokens of a sequence, and what is done with each token alone.
 Models whose blocks are alike have one layer; a mixture of experts whose first blocks are dense has two.
@@ -27,7 +27,7 @@ class ParamShape(NamedTuple):
 
 
 class BlockKind(NamedTuple):
-    """What a transformer's block is made of, as far as its activations and its kernels depend on it.
+    """The structure of a transformer's block, as far as its activations and its kernels depend on it.
 
     Args:
         gated: the MLP has a gate: three matrices, not two.
@@ -134,7 +134,7 @@ class Layer(NamedTuple):
         return self.hidden > 0
 
     def pairs(self, sequence: int) -> float:
-        """Of a query and a key that it attends to, in a sequence, if no query sees what comes later.
+        """Return the pairs of a query and a key that it attends to in a sequence, under a causal mask.
 
         >>> alike(16, 1, BlockKind(), 32, 2, 2, 8, window=2).pairs(4)
         7.0
@@ -170,7 +170,7 @@ def alike(
 
 
 class Weights(NamedTuple):
-    """What kernels depend on of a block's parameters, as `Layer` has it."""
+    """Facts of a block's parameters on which its kernels depend; `Layer` has the same fields."""
 
     products: tuple[Matrix, ...]
     last: tuple[Matrix, ...]

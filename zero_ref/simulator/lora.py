@@ -25,7 +25,7 @@ OF_ATTENTION = ("query, key, value", "query", "key", "value", "out")
 """The matrices of attention, as `activations.matrices` calls them."""
 
 OPERANDS_OF_MLP = ("normed for the MLP", "activation", "gated")
-"""What an MLP keeps for the gradients of its weights alone, by the names of `Kept`."""
+"""Values that an MLP keeps only for the gradients of its weights, by the names of `Kept`."""
 
 
 class Lora(NamedTuple):
@@ -44,7 +44,7 @@ class Lora(NamedTuple):
         return self.on == "all-linear" or matrix.name in OF_ATTENTION
 
     def kept(self, kept: Iterable[Kept]) -> list[Kept]:
-        """What autograd keeps of a block, given what it keeps if all weights are trained.
+        """Return the values that autograd keeps of a block, from those that it keeps for all weights.
 
         The results of A come on top, see `activations`.
         """

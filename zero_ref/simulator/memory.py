@@ -182,7 +182,7 @@ class Memory:
 
     @property
     def state_bytes(self) -> float:
-        """Of what is there all the time: the model's and the optimizer's state, and DDP's buckets."""
+        """Bytes that are there all the time: the model's and the optimizer's state, and DDP's buckets."""
         of_model = self.parameter_bytes + self.padding_bytes + self.gradient_bucket_bytes
         return of_model + self.master_bytes + self.moment_bytes + self.scalar_bytes
 
@@ -350,7 +350,7 @@ def whole_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> StateB
 
 
 def _costing(settings: MemorySettings) -> MemorySettings:
-    """What the bytes of an element depend on: many settings have it in common."""
+    """Return the settings on which the bytes of an element depend; many settings have these in common."""
     return MemorySettings(0, settings.convention, settings.optimizer)
 
 
@@ -390,7 +390,7 @@ def _communication_bytes(params: Sequence[ParamSpec], world_size: int, settings:
 
 
 def _whole_gradient_bytes(params: Sequence[ParamSpec], world_size: int, settings: MemorySettings) -> int:
-    """Of gradients that are whole until the last backward, in the dtype in which they will travel."""
+    """Return bytes of gradients that are whole until the last backward, in the dtype in which they travel."""
     if not (settings.no_sync and settings.accumulates and settings.stage > 1):
         return 0
     if world_size == 1 and (settings.stage == 2 or settings.reduced_itemsize is None):

@@ -1,4 +1,4 @@
-"""What mixes the tokens of a sequence, as tables: kinds of attention, and what is linear in their number."""
+"""Tables of the parts that mix the tokens of a sequence: kinds of attention, and mixers of linear cost."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ DEEPSEEK_V3 = {
     "vocab_size": 129280,
     "max_position_embeddings": 163840,
 }
-"""What of a configuration its number of parameters depends on."""
+"""The fields of a configuration on which the number of parameters depends."""
 
 TRANSFORMERS: dict[str, Transformer] = {
     "gpt2": GPT2(width=768, depth=12, heads=12),

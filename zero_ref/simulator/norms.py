@@ -1,4 +1,4 @@
-"""What separate operations keep for backward, where one fused kernel keeps less: norms, repeated heads."""
+"""Values that separate operations keep where a fused kernel keeps less: norms, repeated heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NORMS: dict[str, str] = {
     "normed values",
     "composite": "the same with the weight in float32, as torch.nn.RMSNorm before torch 2.9",
 }
-"""How an RMSNorm is computed. A LayerNorm is one kernel in every version of torch."""
+"""Ways to compute an RMSNorm. A LayerNorm is one kernel in every version of torch."""
 
 BESIDE = {"fused": 0, "by-hand": 4, "composite": 6}
 """Bytes for each element of a 16-bit norm beside the 2 of its input, which the fused kernel keeps. By hand
@@ -40,7 +40,7 @@ def kept_beside(
     silu_by_hand: bool = False,
     exponentials: int = 0,
 ) -> list[Kept]:
-    """What autograd keeps of a block beside `activations.kept_of_block`, if nothing is computed again.
+    """Return the values that autograd keeps beside `activations.kept_of_block`, if nothing is computed again.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
     >>> (layer,) = TRANSFORMERS["llama3-8b"].layers

@@ -45,7 +45,7 @@ def explained(names: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """What a field's value may be, and how people are asked for it.
+    """The values that a field may have, and the words by which people are asked for one.
 
     Without arguments it marks a field that is itself a dataclass, whose options are added.
 
@@ -105,7 +105,7 @@ class OptionField:
 
     @property
     def name(self) -> str:
-        """What people call it, in JSON and, with hyphens, in settings and on a command line."""
+        """The name of the field for people, in JSON and, with hyphens, in settings and on a command line."""
         return self.option.name or self.path[-1]
 
     @property

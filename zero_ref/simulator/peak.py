@@ -114,7 +114,7 @@ def _phases(
     params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings
 ) -> dict[str, dict[str, float]]:
     """Bytes by phase and item of what comes and goes."""
-    buffers, gathered, sending = _on_the_way(params, memory, settings)
+    buffers, gathered, sending = _buffer_bytes(params, memory, settings)
     made, gradients, kept = _gradients(params, settings), memory.gradient_bytes, memory.activation_bytes
     whole = max(1, whole_bytes(params, settings).grads)
     before: dict[str, float] = {
@@ -153,10 +153,10 @@ def _phases(
     }
 
 
-def _on_the_way(
+def _buffer_bytes(
     params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings
 ) -> tuple[float, float, float]:
-    """Of a rank's buffers: for gradients in backward; of gathered parameters; for new parameters."""
+    """Return bytes of a rank's buffers for gradients in backward, gathered parameters and new parameters."""
     buffers = memory.communication_bytes
     if settings.stage < 2:
         return 0, 0, buffers
@@ -181,9 +181,9 @@ def _reduced_block(params: Sequence[ParamSpec], settings: MemorySettings) -> int
 
 
 def _step_bytes(params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings) -> float:
-    """What the update needs while it lasts, on the device.
+    """Return the bytes that the update needs on the device while it lasts.
 
-    Of 32-bit masters beside 16-bit gradients, these in 32 bits; and the copies of `updates`.
+    32-bit masters need a 32-bit copy of 16-bit gradients; the kernels need the copies of `updates`.
     """
     if settings.offload:
         return 0

@@ -128,7 +128,7 @@ class Played:
             yield one, start, free_ms[lane]
 
     def _lane_of(self, one: Operation) -> str:
-        """Where nothing overlaps, the side stream computes in the same lane as backward."""
+        """Return the lane of an operation; the side stream is that of backward where nothing overlaps."""
         return COMPUTE if one.lane != NETWORK and not self.overlaps else one.lane
 
     def memory(self, rank: int = 0, held_bytes: int | None = None) -> list[tuple[float, int]]:

@@ -87,13 +87,13 @@ class RankWork(Training):
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What of the model is not counted in activations and time, for people."""
+        """Parts of the model that activations and time do not count, in words for people."""
         model = self.transformer
         return model.missing if isinstance(model, Decoder) else ()
 
     @cached_property
     def activations(self) -> Activations:
-        """Of one rank; not counted, and so 0, for a model that is no transformer."""
+        """Activations of one rank; those of a model that is no transformer are not counted, and so 0."""
         if (model := self.transformer) is None:
             return Activations()
         return activations(

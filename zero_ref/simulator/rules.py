@@ -1,4 +1,4 @@
-"""What each block of a model is, as its configuration says, by the rule of its family."""
+"""Rules of families, which read the kind of each block of a model from its configuration."""
 
 from __future__ import annotations
 

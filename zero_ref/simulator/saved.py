@@ -47,7 +47,7 @@ class Saved:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the checkpoint."""
+        """Number of ranks that share the checkpoint."""
         return self.partition.world_size
 
     @cached_property

@@ -74,7 +74,7 @@ class Scenario(RankWork):
         return {}
 
     def partition(self, strategy: str) -> Partition | None:
-        """Who owns what under a strategy; None if it has no owners. Made once for schedule and memory."""
+        """Return the partition of a strategy, made once; None if the strategy has no owners."""
         rule = recipe(strategy).partition
         if rule is None:
             return None
@@ -159,7 +159,7 @@ class Scenario(RankWork):
         )
 
     def settings(self, strategy: str) -> MemorySettings:
-        """How the strategy keeps the model."""
+        """Return the settings on which the memory of a strategy depends."""
         usual, how = recipe(strategy), self.recipe(strategy)
         found = self.activations
         partition = self.partition(strategy)
@@ -205,7 +205,7 @@ class Scenario(RankWork):
         return Convention(itemsize, gradient_itemsize, 2 * itemsize, moment=itemsize)
 
     def memory(self, strategy: str, schedule: Schedule) -> tuple[Memory, ...]:
-        """What lies on each rank under a strategy, given its schedule."""
+        """Return the memory of each rank under a strategy with this schedule."""
         settings, device = self.settings(strategy), self.cluster.device
 
         @cache  # most ranks hold as much as others
@@ -392,13 +392,13 @@ class SimulatedRun:
 
     @property
     def idle_ms(self) -> float:
-        """How long the fullest rank computes nothing, until the last rank has done everything."""
+        """Milliseconds in which the fullest rank computes nothing, until the last rank ends."""
         done_early_ms = self.played.makespan_ms - self.timeline.makespan_ms
         return self._an_iteration(self.timeline.idle_ms + done_early_ms)
 
     @cached_property
     def what_if(self) -> WhatIf:
-        """What the time of the iteration is spent on, and what would make it faster."""
+        """The parts of the iteration's time, and its time with each part improved."""
         paces = {name: getattr(self.played.paces, name) for name in ("slow", "jitter", "seed")}
         return what_if(
             self.schedule, self.scenario.machine, self.scenario.workload_of(self.strategy), **paces
@@ -421,7 +421,7 @@ class SimulatedRun:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Tokens a second of all ranks together."""
         return 1e3 * self.scenario.tokens * self.schedule.world_size / self.iteration_ms
 
     @property

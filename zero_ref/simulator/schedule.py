@@ -77,7 +77,7 @@ class Schedule:
 
     @cached_property
     def computing_shares(self) -> Mapping[int, Mapping[int, int]]:
-        """Of the computations that ranks divide: {place in `operations`: {rank: elements}}."""
+        """Elements of each rank in computations that ranks divide: {position: {rank: elements}}."""
         return {
             place: dict(one.shares)
             for place, one in enumerate(self.operations)
@@ -103,7 +103,7 @@ class Schedule:
         return tuple(call for one in self.operations for call in one.calls_of(rank, self.world_size))
 
     def count_of_calls(self, rank: int) -> int:
-        """How many calls one rank makes."""
+        """Return the number of calls that one rank makes."""
         return sum(
             len(one.calls_of(rank, self.world_size)) if one.op == "exchange" else 1
             for one in self.operations
@@ -117,7 +117,7 @@ class Schedule:
 
     @property
     def collectives(self) -> int:
-        """How many calls rank 0 makes."""
+        """Number of calls that rank 0 makes."""
         return self.count_of_calls(0)
 
     @property

@@ -120,7 +120,7 @@ class Found:
 
     @cached_property
     def listed(self) -> list[Candidate]:
-        """What fits or may fit, the fastest first; of equally fast ones the leanest."""
+        """Candidates that fit or may fit, the fastest first; of equally fast ones the leanest first."""
         may_fit = [one for one in self.candidates if one.fits is not False]
         # Equal speeds differ in their last digits, on each machine in others: they are ordered by memory.
         return sorted(may_fit, key=lambda one: (-float(f"{one.tokens_per_second:.9g}"), one.peak_bytes))
@@ -197,7 +197,7 @@ def groups(scenario: Scenario, strategy: str) -> tuple[int | None, ...]:
 
 
 def micro_batches(sequences: int) -> list[tuple[int, int]]:
-    """How a rank can compute so many sequences: (a batch, how many of them), small batches first.
+    """Return the ways to compute so many sequences: (batch, number of batches), small batches first.
 
     Batches are the divisors and the powers of two. With a power of two an update may have some sequences
     more or less, up to NEAR of them.
@@ -221,8 +221,8 @@ def _divisors(number: int) -> Iterator[int]:
         low += 1
 
 
-_Kind = tuple[int, bool]
-"""What a schedule depends on, of what a search varies: accumulation and `no_sync`."""
+_ScheduleKey = tuple[int, bool]
+"""(accumulation, `no_sync`): all that a search varies and on which a schedule depends."""
 
 
 @dataclass(frozen=True)
@@ -231,11 +231,11 @@ class _Planned:
 
     scenario: Scenario
     strategy: str
-    schedules: dict[_Kind, Schedule] = field(default_factory=dict)
-    played: dict[_Kind, Played] = field(default_factory=dict)
+    schedules: dict[_ScheduleKey, Schedule] = field(default_factory=dict)
+    played: dict[_ScheduleKey, Played] = field(default_factory=dict)
 
     def candidates(self, sequences: int) -> tuple[list[Candidate], int]:
-        """Those for so many sequences a rank, and how many were not looked at."""
+        """Return the candidates for so many sequences a rank, and the number of those not looked at."""
         found: list[Candidate] = []
         larger = 0
         kinds: Sequence[str] = kinds_apart(self.scenario.attention)
@@ -277,16 +277,16 @@ class _Planned:
             )
             return more + (accumulation - STEADY) * (more - fewer)
         workload = scenario.workload_of(self.strategy)
-        kind = accumulation, scenario.no_sync
-        if kind in self.played:  # the calls keep their prices
-            return self.played[kind].on(scenario.machine, workload).iteration_ms
-        self.played[kind] = play(self.schedule(scenario), scenario.machine, workload)
-        return self.played[kind].iteration_ms
+        key = accumulation, scenario.no_sync
+        if key in self.played:  # the calls keep their prices
+            return self.played[key].on(scenario.machine, workload).iteration_ms
+        self.played[key] = play(self.schedule(scenario), scenario.machine, workload)
+        return self.played[key].iteration_ms
 
     def schedule(self, scenario: Scenario) -> Schedule:
         """The schedule of as many batches, STEADY at most: more of them hold no more at a time."""
         count = min(scenario.accumulation, STEADY)
-        kind = count, scenario.no_sync
-        if kind not in self.schedules:
-            self.schedules[kind] = scenario.like(accumulation=count).schedule(self.strategy)
-        return self.schedules[kind]
+        key = count, scenario.no_sync
+        if key not in self.schedules:
+            self.schedules[key] = scenario.like(accumulation=count).schedule(self.strategy)
+        return self.schedules[key]

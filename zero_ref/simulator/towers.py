@@ -1,6 +1,6 @@
-"""What brings images into a model, as tables: vision towers and what projects their results.
+"""Tables of the parts that bring images into a model: vision towers and the projections of their results.
 
-A tower is counted. What is simulated is training on text, in which a tower takes no part.
+The parameters of a tower are counted. The simulated training is on text, in which a tower takes no part.
 """
 
 from __future__ import annotations

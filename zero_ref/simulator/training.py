@@ -269,10 +269,10 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """Of one rank in one iteration. An example for a model that is no transformer counts as one token."""
+        """Tokens of one rank in one iteration. An example for a model that is no transformer is one token."""
         return self.accumulation * self.tokens_of_pass
 
     @property
     def tokens_of_pass(self) -> int:
-        """Of one rank in one forward and backward; `accumulation` of them make an iteration."""
+        """Tokens of one rank in one forward and backward; `accumulation` of these make an iteration."""
         return self.batch * self.tokens_of_sequence

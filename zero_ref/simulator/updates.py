@@ -1,4 +1,4 @@
-"""How an optimizer makes its update, kernel by kernel or in one: the memory it needs meanwhile, and moves.
+"""The memory that an optimizer's update needs while it lasts, and the bytes it moves, by kind of kernels.
 
 torch.optim has three ways to run the same arithmetic. They give the same results, and differ in what is there
 beside parameters, gradients and state while the update lasts, and in how often these are read and written.
@@ -23,7 +23,7 @@ Source: torch/optim/optimizer.py, `_default_to_fused_or_foreach`.
 
 
 class UpdateKernels(NamedTuple):
-    """What the kernels of an update need and move, in tensors of the size of the state's.
+    """Tensors that the kernels of an update need and move, each of the size of one of the state.
 
     Args:
         copies: that are there at one time, beside parameters, gradients and state. Under "foreach" they are
@@ -80,12 +80,12 @@ FOR_LOOP: dict[str, UpdateKernels] = {
 
 
 def update_kernels(optimizer: str | StateRule, update: str) -> UpdateKernels:
-    """What an update needs and moves.
+    """Return the tensors that an update needs and moves.
 
     >>> update_kernels("AdamW", "fused"), update_kernels("AdamW", "foreach")
     (UpdateKernels(copies=0, touched=7), UpdateKernels(copies=1, touched=20))
 
-    A fused one reads value, gradient and state, and writes value and state.
+    A fused update reads value, gradient and state, and writes value and state.
 
     Raises:
         ValueError: the update is unknown, or the kernels of this optimizer were not counted.

@@ -77,7 +77,7 @@ def tokens_for_short_update(tflops: float, memory_gb_per_s: float, share: float 
 
 
 def room_gb(device: Device) -> float:
-    """What tensors may take of a device for a run that surely fits, in 10^9 bytes.
+    """Return the memory of a device, in 10^9 bytes, that tensors may take in a run that surely fits.
 
     The rest is for libraries, for what the allocator reserves, and for the error of predictions.
 
@@ -279,7 +279,7 @@ class Compared:
         }
 
     def _memory(self, name: str) -> str:
-        """What a way needs of what the device has."""
+        """Return the memory that a way needs and that the device has, in words."""
         memory_gb = self.scenario.cluster.device.memory_gb
         needed = f"{self.runs[name].peak_bytes / 1e9:,.1f}"
         verdict = ", undecided" if memory_gb is not None and self.runs[name].fits is None else ""
@@ -299,7 +299,7 @@ class Compared:
 
     @property
     def behind(self) -> float | None:
-        """How much longer than under the fastest way an iteration takes under the advised one, as a share.
+        """Share by which an iteration of the advised way takes longer than one of the fastest way.
 
         None where nothing fits.
         """
