@@ -18,10 +18,10 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `peak`: the moments of an iteration at which most may be held;
 - `memory`: everything that a rank holds, item by item, on average and exactly for a partition;
 - `operations`: what is computed, what is sent, and what waits for what;
-- `data_parallel`, `sharded`, `stage_3`, `local_sgd`: the operations of an iteration, in order;
+- `messages`: what carries new parameters from their owners to all ranks;
+- `strategy`: the base class of all strategies, which list their operations in order and say what they hold;
+- `data_parallel`, `sharded`, `stage_3`, `local_sgd`: a class for each strategy;
 - `groups`: groups of ranks that share what is sharded;
-- `strategy`: the methods of every strategy;
-- `messages`: its messages;
 - `recipe`: a strategy as one value: what is sharded, who gets gradients, when updates are made, what is sent;
 - `schedule`: the iteration of a strategy, its calls one by one, and what each rank holds;
 - `timeline`: when each part of an iteration happens on a rank, and what is hidden behind computing;
