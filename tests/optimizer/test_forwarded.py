@@ -1,4 +1,4 @@
-"""`train` and `eval` of the wrapped class, called on all ranks."""
+"""Attributes of the wrapped class, and its `train` and `eval`, called on all ranks."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_the_names_of_the_state_are_found_out_in_train_mode() -> None:
 
 
 class Odd(Free):
-    """With what is no method: none of these is forwarded."""
+    """With attributes, and with methods that are not forwarded."""
 
     public = 3
 
@@ -306,12 +306,12 @@ class Odd(Free):
     def made(cls, params: Any) -> Odd:
         return cls(params)
 
-    def _private(self) -> None: ...
+    def reset(self) -> None: ...
 
 
 def test_the_attributes_are_there_exactly_if_the_class_has_them() -> None:
     def on_rank(comm: Collectives) -> None:
-        free = ZeroRedundancyOptimizer(params_of_ones(), Odd, comm)
+        free: Any = ZeroRedundancyOptimizer(params_of_ones(), Odd, comm)
         plain = ZeroRedundancyOptimizer(params_of_ones(), optim.AdamW, comm)
         oss = OSS(params_of_ones(), Free, comm)
         for name in ("train", "eval"):
@@ -320,10 +320,98 @@ def test_the_attributes_are_there_exactly_if_the_class_has_them() -> None:
             assert not hasattr(plain, name)
             with pytest.raises(AttributeError, match=f"ZeroRedundancyOptimizer.* has no attribute '{name}'"):
                 getattr(plain, name)
-        for name in ("public", "mean", "helper", "made", "_private", "profile_hook_step"):
-            assert not hasattr(free, name) or hasattr(Optimizer, name), name
+        assert (free.public, free.mean, free.helper(2)) == (3, 1.0, 2)
+        for name in ("made", "reset"):
+            with pytest.raises(
+                AttributeError, match=rf"call optimizer.optim.{name}\(\) if that is what you want"
+            ):
+                getattr(free, name)
 
     virtual.run(on_rank, 2)
+
+
+class SkipsSpikes(optim.SGD):
+    """Is given the loss before each step, and leaves the step out if the loss is a spike."""
+
+    note = ""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, lr)
+        self.losses: list[Any] = []
+        self.numel = sum(param.numel() for group in self.param_groups for param in group["params"])
+
+    @property
+    def latest_loss(self) -> Any:
+        return self.losses[-1]
+
+    @latest_loss.setter
+    def latest_loss(self, loss: Any) -> None:
+        self.losses.append(loss)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.skipped = self.latest_loss > getattr(self, "limit", 1000)
+        if not self.skipped:
+            super().step(closure)
+
+
+def skipping(make: Any, ranks: int = 1) -> list[Any]:
+    params = params_of_ones(2, 6)
+    optimizer, seen = make(params), []
+    optimizer.limit = torch.tensor(10.0)  # what the class does not declare, and reads
+    for loss in (1.0, 99.0, 1.0, 99.0):
+        optimizer.latest_loss = torch.tensor(loss)
+        update(params, optimizer)
+        seen += [params[1][0].item(), optimizer.latest_loss.item(), optimizer.skipped.item()]
+    del optimizer.limit
+    return [*seen, hasattr(optimizer, "limit"), optimizer.note]
+
+
+def test_a_class_is_given_what_is_set_on_the_optimizer() -> None:
+    plain = skipping(SkipsSpikes)
+    assert plain[::3][:4] == [0, 0, -1, -1]
+    for ranks in (1, 2, 3):  # the third owns nothing
+        ours = virtual.run(
+            lambda comm: skipping(lambda params: ZeroRedundancyOptimizer(params, SkipsSpikes, comm)), ranks
+        )
+        assert ours == [plain] * ranks
+
+
+def test_a_decision_by_a_loss_that_differs_raises_on_all_ranks_before_it_is_made() -> None:
+    def on_rank(comm: Collectives) -> tuple[str, list[float]]:
+        params = params_of_ones(2, 6)
+        optimizer: Any = ZeroRedundancyOptimizer(params, SkipsSpikes, comm)
+        optimizer.latest_loss = 1.0 + 2000.0 * comm.rank
+        return caught(lambda: update(params, optimizer)), [param[0].item() for param in params]
+
+    for message, values in virtual.run(on_rank, 2):
+        assert "ranks disagree, so none can make update 1 of optimizer 0 (SkipsSpikes)" in message
+        assert "[attribute losses[0]: 2001.0]" in message
+        assert "to a loss that was averaged over ranks" in message
+        assert values == [1, 1]
+
+
+class SkipsByNorm(optim.SGD):
+    """Decides by the norm of the gradients that it has: on each rank by another one."""
+
+    norm = 0.0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        grads = [param.grad for group in self.param_groups for param in group["params"]]
+        self.norm = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None])
+        if self.norm < 3:
+            super().step(closure)
+
+
+def test_a_decision_by_what_the_class_computes_of_its_own_parameters_raises_on_all_ranks() -> None:
+    def on_rank(comm: Collectives) -> str:
+        params = [nn.Parameter(torch.ones(numel)) for numel in (16, 4)]
+        optimizer = ZeroRedundancyOptimizer(params, SkipsByNorm, comm)
+        update(params, optimizer)
+        return caught(lambda: update(params, optimizer))
+
+    for message in virtual.run(on_rank, 2):
+        assert "none can make update 2" in message
+        assert "SkipsByNorm computes it from all parameters that it has, and cannot be sharded" in message
 
 
 class Rebinding(optim.SGD):

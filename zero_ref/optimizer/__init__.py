@@ -7,7 +7,7 @@
 - `start_values`: whether ranks start from equal parameters;
 - `closure`: a closure inside the step;
 - `join`: uneven inputs;
-- `forwarded`: `train` and `eval` of the wrapped class, called on all ranks;
+- `forwarded`: attributes of the wrapped class, and its `train` and `eval`, called on all ranks;
 - `zero`: the part of the optimizer that its modules use;
 - `own_saves`: what one sharded save or load leaves the next.
 """

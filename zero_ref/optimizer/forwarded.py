@@ -1,15 +1,19 @@
-"""`train` and `eval` of the wrapped class as methods of the sharded optimizer.
+"""Attributes and methods of the wrapped class as those of the sharded optimizer.
 
 `stairs/owners.py` has `step` alone. But a schedule-free optimizer also has `eval()`, which writes averaged
 weights into the parameters, and `train()`, which restores the others. `optimizer.eval()` calls the `eval()`
 of each rank's local optimizer and then, as a step does, sends the parameters that were written to all ranks.
+
+A class may also be given values by attributes, such as the loss of this iteration. An attribute that the
+sharded optimizer does not have itself is the local optimizer's: `optimizer.latest_loss = loss` on all ranks
+sets it on all local optimizers.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
@@ -27,16 +31,32 @@ NAMES = ("train", "eval")
 """The methods that are called on all ranks, if the wrapped class has them."""
 
 
-def method_of(zero: Zero, name: str) -> Callable[[], Any] | None:
-    """Find `train` or `eval` of the wrapped class, for all ranks to call.
+def attribute_of(zero: Zero, name: str) -> Any:
+    """Read an attribute that only the wrapped class has.
 
     Returns:
-        The method; None for another name, or if the class has no such method.
+        This rank's value. For `train` and `eval` a function that calls the method on all ranks.
+    Raises:
+        AttributeError: the class has no such attribute, or it is another method. A method may change
+            parameters and sees only this rank's, so the error names the way to call it on purpose.
     """
-    method = inspect.getattr_static(type(zero.shard.optim), name, None) if name in NAMES else None
-    if not isinstance(method, FunctionType):
-        return None
-    return functools.update_wrapper(functools.partial(call_on_all, zero, name), method)
+    optim = zero.shard.optim
+    method = inspect.getattr_static(type(optim), name, None)
+    if name in NAMES and isinstance(method, FunctionType):
+        return functools.update_wrapper(functools.partial(call_on_all, zero, name), method)
+    advice = ""
+    if not name.startswith("__") and hasattr(optim, name):
+        value = getattr(optim, name)
+        if not inspect.ismethod(value):
+            return value
+        advice = (
+            f". {type(optim).__name__} has such a method, which would see only what this rank owns, and what "
+            f"it writes into parameters would stay on this rank: call optimizer.optim.{name}() if that is "
+            "what you want"
+        )
+    raise AttributeError(
+        f"{type(zero).__name__!r} object has no attribute {name!r}{advice}", name=name, obj=zero
+    )
 
 
 def call_on_all(zero: Zero, name: str) -> Any:

@@ -16,7 +16,7 @@ from zero_ref.plan.choice import loads_under, plan_partition
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.shard.buckets import check_can_be_flattened
 from zero_ref.shard.built import Built
-from zero_ref.shard.checks import check_can_be_sharded, check_is_class, facts_of, facts_of_options
+from zero_ref.shard.checks import check_can_be_sharded, check_is_class, facts_of
 from zero_ref.shard.groups import (
     ParamGroup,
     ids_in,
@@ -114,7 +114,7 @@ def _kinds(zero: Zero, specs: Sequence[ParamSpec]) -> list[str]:
         for kind in (f"requires_grad={spec.trainable}", spec.dtype)
     ]
     if not zero.joined:  # in a Join, a step sends the options to ranks without data
-        facts += facts_of_options(zero.param_groups, zero.shard.optim)
+        facts += zero.shard.facts_of_options(zero.param_groups)
     return facts
 
 

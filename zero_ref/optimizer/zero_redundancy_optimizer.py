@@ -30,7 +30,7 @@ from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.optimizer import join, plans
 from zero_ref.optimizer.accord import Accord, number_on
 from zero_ref.optimizer.closure import UserClosure
-from zero_ref.optimizer.forwarded import method_of
+from zero_ref.optimizer.forwarded import attribute_of
 from zero_ref.optimizer.own_saves import OwnSaves
 from zero_ref.optimizer.registered import Registered
 from zero_ref.plan.choice import Choice
@@ -38,7 +38,7 @@ from zero_ref.plan.partition import Partition
 from zero_ref.shard.arriving import Arriving
 from zero_ref.shard.buckets import finish_broadcasts, start_broadcasts
 from zero_ref.shard.built import Built, places_of
-from zero_ref.shard.checks import check_master_dtype, facts_of_options
+from zero_ref.shard.checks import check_master_dtype
 from zero_ref.shard.gradients import WHOLE, Backward, check_no_scaler
 from zero_ref.shard.groups import ids_in, options_of, replace_options
 from zero_ref.shard.local_state import SliceState, StateOfParameters
@@ -63,7 +63,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             class which is not torch's does. For two classes, such as Muon for matrices and AdamW for the
             rest, construct two optimizers. If the class has `train` and `eval`, as a schedule-free optimizer,
             they are methods here too: all ranks call them together, and the parameters that they write are
-            sent to all ranks. No other method is.
+            sent to all ranks. No other method is. Attributes that only the class has are read from, and set
+            on, this rank's local optimizer: set them on all ranks, to the same values.
         process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
         parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
             message for each owner, not one for each parameter, and (without masters) steps adjacent small
@@ -119,7 +120,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Source: ZeRO stage 1, "P_os" (arXiv:1910.02054, section 5.1).
     """
 
-    _opt_called: bool  # learning-rate schedulers set and read it
+    # Set and read by learning-rate schedulers, and by torch.amp.GradScaler.
+    _opt_called = False
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
 
     broadcast_dtype: torch.dtype | None = None
     """A dtype in which `step` sends new parameters; None for their own. `OSS` sets it."""
@@ -228,9 +232,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 names the parameter, on all ranks. The local optimizer of another rank raised: groups of up to
                 8 ranks on the CPU raise in the same step, others at the next comparison. Then all ranks
                 refuse to step and to save until a state is loaded.
-            ValueError: options, or values that the local optimizer keeps for all parameters, differ between
-                ranks. They are compared before updates 1, 2, 4, 8, ..., and in every other agreement; before
-                every update if `ShardedDataParallel` has `replicas`.
+            ValueError: options, or values that the local optimizer keeps for all parameters in its state or
+                its attributes, differ between ranks. They are compared before updates 1, 2, 4, 8, ..., and in
+                every other agreement; before every update if `ShardedDataParallel` has `replicas`.
         Collective: all ranks of the group, once each iteration, after their gradients were reduced.
         Cost: each rank receives (N-1)/N of the trainable parameters, and sends its own 1/N to the others. The
             first step after a change of `requires_grad` or a dtype, and updates 1, 2, 4, 8, ..., also make an
@@ -579,22 +583,40 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def standing_facts(self) -> list[str]:
         """The facts that must be equal on all ranks at any time."""
-        return [*self.accord.facts(), *facts_of_options(self.param_groups, self.optim)]
+        return [*self.accord.facts(), *self.shard.facts_of_options(self.param_groups)]
 
     def all_facts(self) -> list[str]:
         """`standing_facts`, and the facts that the constructor has compared."""
         return [*self.standing_facts(), *plans.facts_of_plan(self, self.built.specs, self.partition)]
 
+    # ------------------------------------------------------------------------ attributes of the wrapped class
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether an attribute is this optimizer's, and not one of the local optimizer."""
+        has = vars(self)
+        # `accord` is set last: while this optimizer is constructed, all attributes are its own.
+        return "accord" not in has or name in has or hasattr(type(self), name)
+
     if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute
 
-        def __getattr__(self, name: str) -> Callable[..., Any]:
-            # While the optimizer is constructed, torch's constructor asks for attributes too.
-            method = method_of(self, name) if "shard" in vars(self) else None
-            if method is None:
-                raise AttributeError(
-                    f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
-                )
-            return method
+        def __getattr__(self, name: str) -> Any:
+            if "accord" in vars(self):
+                return attribute_of(self, name)
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+            )
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if self._is_own(name):
+                super().__setattr__(name, value)
+            else:
+                setattr(self.optim, name, value)
+
+        def __delattr__(self, name: str) -> None:
+            if self._is_own(name):
+                super().__delattr__(name)
+            else:
+                delattr(self.optim, name)
 
 
 def listed(given: Any, function: str, otherwise: str = "") -> list[ZeroRedundancyOptimizer]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -225,25 +226,27 @@ def _described(value: object) -> str:
     return f"the object {type(value).__name__}(...)" if isinstance(value, Optimizer) else repr(value)
 
 
-def facts_of_options(param_groups: Sequence[ParamGroup], optim: Optimizer) -> list[str]:
-    """The facts that must be equal at any time: options, and state that belongs to no single parameter.
+def facts_of_options(
+    param_groups: Sequence[ParamGroup], optimizer_class: type[Optimizer], kept: Mapping[str, Any]
+) -> list[str]:
+    """The facts that must be equal at any time: options, and values that belong to no single parameter.
 
-    If a local optimizer computes such a state from all its parameters, the state differs between ranks, since
+    If a local optimizer computes such a value from all its parameters, the value differs between ranks, since
     each rank has other parameters; then the ranks do not make the same update together.
+
+    Args:
+        kept: the values by description: "attribute latest_loss".
     """
     remedy = (
-        "Set options alike on every rank, such as by a scheduler on each. If your program has not set this "
-        f"one, {type(optim).__name__} computes it from all parameters that it has, and cannot be sharded: "
-        "use an optimizer that updates each parameter by itself."
+        "Set options and attributes alike on every rank, such as by a scheduler on each, or to a loss that "
+        f"was averaged over ranks. If your program has not set this one, {optimizer_class.__name__} computes "
+        "it from all parameters that it has, and cannot be sharded: use an optimizer that updates each "
+        "parameter by itself."
     )
     lines = [
         f"group {index}: {option}"
         for index, group in enumerate(param_groups)
         for option in describe_options(group)
     ]
-    lines += [
-        f"state {key!r}: {plain(value)!r}"
-        for key, value in optim.state.items()
-        if (value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float, str)))
-    ]
+    lines += [f"{name}: {plain(value)!r}" for name, value in kept.items()]
     return [Fact(line, remedy) for line in lines]

@@ -1,9 +1,12 @@
-"""The class of a local optimizer: whether it is torch's own, and whether all its state belongs to parameters.
+"""The class of a local optimizer: whether it is torch's own, and what it keeps for all parameters.
 
 `stairs/owners.py` checks neither. torch's own classes keep options and the state of parameters, and no more.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -38,3 +41,28 @@ def check_belongs_to_parameters(optim: Optimizer) -> None:
             f"the optimizer keeps the state {stranger!r} for no parameter in particular, so no rank owns it; "
             "it can be neither checkpointed nor moved."
         )
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, a text, or a tensor of one element."""
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float, str))
+
+
+def numbers_in_state(optim: Optimizer) -> dict[str, Any]:
+    """The numbers in an optimizer's state that belong to no parameter, by description."""
+    return {f"state {key!r}": value for key, value in optim.state.items() if _is_number(value)}
+
+
+def numbers_in_attributes(optim: Optimizer) -> dict[str, Any]:
+    """The numbers in the attributes of an optimizer, and in their lists, by description.
+
+    torch's own classes have none that matters.
+    """
+    found: dict[str, Any] = {}
+    for name, value in vars(optim).items() if not is_known(optim) else ():
+        if _is_number(value):
+            found[f"attribute {name}"] = value
+        elif isinstance(value, (list, tuple, deque)) and all(map(_is_number, value)):
+            found[f"len(attribute {name})"] = len(value)
+            found |= {f"attribute {name}[{place}]": number for place, number in enumerate(value)}
+    return found

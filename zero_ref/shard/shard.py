@@ -21,8 +21,13 @@ from torch.utils._pytree import tree_map
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.shard.buckets import kept_view
 from zero_ref.shard.built import Built
-from zero_ref.shard.groups import ParamGroup, loaded_options
-from zero_ref.shard.local_class import check_belongs_to_parameters
+from zero_ref.shard.checks import facts_of_options
+from zero_ref.shard.groups import ParamGroup, loaded_options, plain
+from zero_ref.shard.local_class import (
+    check_belongs_to_parameters,
+    numbers_in_attributes,
+    numbers_in_state,
+)
 from zero_ref.shard.local_state import LocalStates, StateOfParameters
 from zero_ref.shard.merged import CONTAINERS
 from zero_ref.shard.offload import StatePlace
@@ -69,6 +74,8 @@ class Shard:
         self.optim = optimizer_class(
             [{**given, "params": params} for given, params in zip(groups, local, strict=True)], **defaults
         )
+        # As plain numbers: a tensor may be changed in place.
+        self._at_first = {name: plain(value) for name, value in numbers_in_attributes(self.optim).items()}
         self._merge = merge and place is None
         self._used: set[int] = set()  # numbers of the parameters whose local tensors have had a gradient
         self.built = built
@@ -286,6 +293,16 @@ class Shard:
                 "other tensors: it would go on updating the old ones. Consolidate the state, construct a "
                 "new optimizer with the arguments that you want, and load the state into it."
             )
+
+    def facts_of_options(self, param_groups: Sequence[ParamGroup]) -> list[str]:
+        """The facts that must be equal on all ranks at any time: options, and what the class keeps for all.
+
+        What a constructor has set does not count: it may be the rank, or the number of parameters here.
+        """
+        attributes = numbers_in_attributes(self.optim).items()
+        kept = numbers_in_state(self.optim)
+        kept |= {name: value for name, value in attributes if plain(value) != self._at_first.get(name)}
+        return facts_of_options(param_groups, type(self.optim), kept)
 
     # ---------------------------------------------------------------------------------------------- its state
 

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from zero_ref.comm.agreement import RanksLostError, agreement
 from zero_ref.comm.collectives import Collectives
 from zero_ref.shard.built import Built
-from zero_ref.shard.checks import facts_of_options
 from zero_ref.shard.groups import ParamGroup, params_of, replace_options
 from zero_ref.shard.local_class import is_known, keys_beside_state
 from zero_ref.shard.owned import MASTER, local_dtype
@@ -255,7 +254,7 @@ class WholeState:
         try:
             with agreement(zero.collectives, action) as facts:
                 yield facts  # 2. The caller loads, and ranks agree that all of them could.
-                facts += facts_of_options(optim.param_groups, optim)
+                facts += zero.shard.facts_of_options(optim.param_groups)
         except BaseException as error:
             # 3. Or put back what was there.
             optim.__setstate__(before)
