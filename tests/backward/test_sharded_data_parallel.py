@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -21,10 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from zero_ref import OSS, ShardedDataParallel, clip_grad_norm_, get_total_norm
-from zero_ref.backward.sharded_data_parallel import NaiveShardedDataParallel
+from zero_ref.backward import sharded_data_parallel
+from zero_ref.backward.arguments import FAIRSCALE, WrapperOptions
+from zero_ref.comm.agreement import MAY_DIFFER
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import meter, ranks, virtual
-from zero_ref.minimal import MinimalZero
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
 from zero_ref.plan.rules import equal_shares
@@ -709,34 +713,6 @@ def test_processes_equal_ddp_and_hold_a_share_of_gradients() -> None:
         assert most < 4 * 24 * (64 * 64 + 64)
 
 
-def beside_the_naive_one() -> bool:
-    """Whether both classes keep the same gradients and come to the same parameters."""
-    simple, complete = filled(Deep()), filled(Deep())
-    minimal = MinimalZero(simple.parameters(), optim.AdamW, **ADAMW)
-    zero = ZeroRedundancyOptimizer(complete.parameters(), optim.AdamW, **ADAMW)
-    models = (
-        NaiveShardedDataParallel(simple, minimal),
-        ShardedDataParallel(complete, zero, reduce_buffer_size=5000),
-    )
-    for step in range(3):
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        for model in models:
-            model.zero_grad()
-            model(x).backward()
-        for mine, other in zip(simple.parameters(), complete.parameters(), strict=True):
-            assert (mine.grad is None) == (other.grad is None)
-            assert mine.grad is None or torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
-        minimal.step()
-        zero.step()
-    return all(map(torch.equal, simple.parameters(), complete.parameters()))
-
-
-@pytest.mark.ranks
-def test_gradients_reduced_one_by_one_are_the_same() -> None:
-    """On two ranks bit for bit: two numbers have one sum, however Gloo adds them up."""
-    assert ranks.run(beside_the_naive_one, 2, timeout=120) == [True, True]
-
-
 def masters_follow() -> list[float]:
     """Rank 0's parameters, changed after the optimizer was constructed, reach the masters of all owners."""
     model = nn.ParameterList([nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(4)])
@@ -892,6 +868,35 @@ def test_an_option_that_differs_on_one_rank_is_named_on_all(option: str, usual: 
 
     for message in virtual.run(on_rank, 3):
         assert message.startswith(f"{DISAGREE}[{option}={other}] where rank 0 has [{option}={usual}]")
+
+
+def test_an_option_added_to_the_dataclass_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class OneMore(WrapperOptions):
+        added: int = 0
+
+    here = threading.local()  # each virtual rank is a thread
+    monkeypatch.setattr(
+        sharded_data_parallel, "WrapperOptions", lambda **given: OneMore(**given, added=here.rank)
+    )
+
+    def on_rank(comm: Collectives) -> str:
+        here.rank = comm.rank
+        model = Tied()
+        zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, lr=0.1)
+        return caught(lambda: ShardedDataParallel(model, zero))
+
+    for message in virtual.run(on_rank, 2):
+        assert message.startswith(f"{DISAGREE}[added=1] where rank 0 has [added=0]")
+
+
+def test_every_argument_but_module_and_optimizers_is_an_option() -> None:
+    arguments = inspect.signature(ShardedDataParallel).parameters.keys()
+    options = {field.name: field.metadata for field in fields(WrapperOptions)}
+    others = {"module", "sharded_optimizer", "process_group", "fairscale"}
+    assert options.keys() == (arguments - others) | {*FAIRSCALE}
+    without_effect = {"auto_refresh_trainable", "warn_on_trainable_params_changed"}
+    assert {name for name, metadata in options.items() if MAY_DIFFER in metadata} == without_effect
 
 
 def another_buffer(model: nn.Module, zero: Any) -> Any:

@@ -47,7 +47,9 @@ def owned_by(optimizer: OSS, params: Sequence[torch.Tensor]) -> list[list[int]]:
     ]
 
 
-def raised_by_each_rank(function: Callable[[Collectives], Any], kind: type[Exception]) -> list[str]:
+def raised_by_each_rank(
+    function: Callable[[Collectives], Any], kind: type[Exception] | tuple[type[Exception], ...]
+) -> list[str]:
     def on_rank(comm: Collectives) -> str:
         with pytest.raises(kind) as error:
             function(comm)
@@ -301,11 +303,21 @@ def test_a_step_waits_for_rounded_values_though_a_forward_could() -> None:
     assert all("beyond 65504" in message for message in raised_by_each_rank(on_rank, RuntimeError))
 
 
-def test_two_ways_to_say_what_travels_are_refused() -> None:
-    def both(comm: Collectives) -> None:
-        OSS(parameters([(1, True)]), group=comm, broadcast_fp16=True, broadcast_dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"broadcast_dtype": torch.bfloat16}, "pass one of them"),
+        ({"overlap_with_ddp": True}, "has no effect with overlap_with_ddp=True"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused_on_all_ranks(options: Any, text: str) -> None:
+    def one_rank_asks(comm: Collectives) -> None:
+        mine = {"broadcast_fp16": True, **options} if comm.rank == 1 else {}
+        OSS(parameters([(1, True)]), group=comm, **mine)
 
-    assert all("pass one of them" in message for message in raised_by_each_rank(both, ValueError))
+    messages = raised_by_each_rank(one_rank_asks, (ValueError, RuntimeError))
+    assert all(text in message for message in messages)
+    assert "rank 1 could not construct the optimizer" in messages[0]
 
 
 # --------------------------------------------------------------------------------------------------- clipping

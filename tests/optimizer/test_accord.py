@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from library.training import Tangle, assert_same, fill_gradients, ring_early, run_script, snapshot, train
+from library.training import (
+    Tangle,
+    assert_same,
+    caught,
+    fill_gradients,
+    ring_early,
+    run_script,
+    snapshot,
+    train,
+)
 from torch import nn, optim
 
+from zero_ref.comm.agreement import MAY_DIFFER
 from zero_ref.comm.collectives import Collectives
 from zero_ref.dropin.oss import OSS
 from zero_ref.files.sharded import load_sharded, save_sharded
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
 from zero_ref.optimizer.accord import number_on
+from zero_ref.optimizer.registered import Options
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import CHECK, Call, ordinary
 
@@ -122,6 +136,38 @@ def test_an_option_set_on_one_rank_is_an_error_on_all_in_the_next_check(
         assert f"none can make update {found} of optimizer 0" in message
         assert "rank 1 has [group 0: weight_decay=0.5] where rank 0 has [group 0: weight_decay=0" in message
         assert "by a scheduler on each" in message
+
+
+@dataclass(frozen=True)
+class OneMore(Options):
+    added: int = 0
+
+
+def test_an_option_added_to_the_dataclass_is_compared() -> None:
+    class Zero(ZeroRedundancyOptimizer):
+        def __init__(self, params: Any, comm: Collectives, added: int) -> None:
+            self.make_options = partial(OneMore, added=added)
+            super().__init__(params, optim.SGD, comm)
+
+    def on_rank(comm: Collectives) -> tuple[str, str]:
+        differs = caught(lambda: Zero(Tangle().parameters(), comm, added=comm.rank))
+        trainee = Trainee(comm, lambda params, comm: Zero(params, comm, added=0))
+        trainee.zero.registered.options = replace(trainee.zero.registered.options, added=comm.rank)
+        return differs, trainee.fails()
+
+    for in_the_constructor, later in virtual.run(on_rank, 2, timeout=20):
+        for message, action in ((in_the_constructor, "construct the optimizer"), (later, "make update 1")):
+            assert message.startswith(f"ValueError: ranks disagree, so none can {action}")
+            assert "rank 1 has [added=1] where rank 0 has [added=0]" in message
+
+
+def test_every_argument_but_parameters_and_ranks_is_a_compared_option() -> None:
+    arguments = inspect.signature(ZeroRedundancyOptimizer).parameters.keys() - {"params", "process_group"}
+    options = {field.name: field.metadata for field in fields(Options)}
+    assert options.keys() - arguments == {"broadcast_dtype"}  # of OSS
+    assert arguments <= options.keys()
+    # The others differ by what ranks compare in their place.
+    assert {name for name, metadata in options.items() if MAY_DIFFER in metadata} == {"partition", "defaults"}
 
 
 def test_when_the_options_are_equal_again_training_goes_on_as_plain() -> None:

@@ -8,23 +8,60 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_ref.comm.agreement import MAY_DIFFER
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives
 from zero_ref.comm.process_group import ProcessGroupCollectives, global_ranks
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
-FAIRSCALE = {
-    "auto_refresh_trainable": "no effect: a change of `requires_grad` is always noticed",
-    "reduce_fp16": "as reduce_dtype=torch.float16",
-    "warn_on_trainable_params_changed": "no effect: such a change is no reason for a warning",
-}
-"""Options that `ShardedDataParallel` accepts for programs written for FairScale, and what each does here."""
+FAIRSCALE = ("auto_refresh_trainable", "reduce_fp16", "warn_on_trainable_params_changed")
+"""Options that `ShardedDataParallel` accepts for programs written for FairScale."""
+
+
+@dataclass(frozen=True)
+class WrapperOptions:
+    """The options of `ShardedDataParallel`. Ranks compare every field but those marked by `MAY_DIFFER`.
+
+    Args:
+        broadcast_buffers, sync_models_at_startup, reduce_buffer_size, reduce_dtype, scaled, may_change,
+            gather_in_forward: as `ShardedDataParallel`.
+        replicas: whether there are any.
+        reduce_fp16: FairScale's name for `reduce_dtype=torch.float16`.
+        auto_refresh_trainable, warn_on_trainable_params_changed: FairScale's.
+    Raises:
+        ValueError: gradients cannot be averaged in the dtype.
+    """
+
+    broadcast_buffers: bool
+    sync_models_at_startup: bool
+    reduce_buffer_size: int
+    reduce_dtype: torch.dtype | None
+    scaled: bool
+    may_change: bool
+    gather_in_forward: bool
+    replicas: bool
+    reduce_fp16: bool = False
+    auto_refresh_trainable: bool = field(
+        default=True, metadata={MAY_DIFFER: "no effect: a change of `requires_grad` is always noticed"}
+    )
+    warn_on_trainable_params_changed: bool = field(
+        default=True, metadata={MAY_DIFFER: "no effect: such a change is no reason for a warning"}
+    )
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype in which gradients are sent; None for the parameters' own."""
+        return torch.float16 if self.reduce_fp16 else self.reduce_dtype
 
 
 def listed_optimizers(given: Any) -> list[Any]:
@@ -122,7 +159,7 @@ def check_optimizers(
                 "process_group is another group than the optimizer's, whose ranks own the gradients. Leave "
                 "it out, or construct the optimizer on that group."
             )
-        if optimizer.registered.overlap_with_ddp:
+        if optimizer.registered.options.overlap_with_ddp:
             raise ValueError(
                 "an optimizer with overlap_with_ddp=True is stepped by hooks of DistributedDataParallel. "
                 "Construct it without."

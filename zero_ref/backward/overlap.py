@@ -372,7 +372,7 @@ def partition_by_buckets(partition: Partition, buckets: Sequence[Sequence[int]],
 def _check_fits(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, to_owners: bool) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise ValueError(f"ddp takes the DistributedDataParallel model, not {type(ddp).__name__}.")
-    if not zero.registered.overlap_with_ddp:
+    if not zero.registered.options.overlap_with_ddp:
         raise ValueError(
             "the optimizer was not made for updates during backward. Construct it with overlap_with_ddp=True."
         )

@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
+from zero_ref.backward.arguments import WrapperOptions
 from zero_ref.backward.gradient_buckets import GradientBucket, Memory, Phases, bucket_class
 from zero_ref.backward.reduction import gradients_of, keep_one_to_watch, share_infinities
 from zero_ref.comm.collectives import Collectives, PendingCall
@@ -23,22 +23,6 @@ from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.partition import Slice
 from zero_ref.shard.buckets import flat_like
 from zero_ref.shard.built import Built
-
-
-class Options(NamedTuple):
-    """Options of the reduction of gradients.
-
-    Args:
-        cap: elements of a bucket, about; a larger parameter has a bucket to itself. Where ranks own equal
-            shares of a range, the range is a bucket.
-        dtype: the dtype in which gradients are sent; None for the parameters' own.
-        scaled, may_change: as `reduce_to_owners`.
-    """
-
-    cap: int
-    dtype: torch.dtype | None = None
-    scaled: bool = False
-    may_change: bool = False
 
 
 @dataclass(eq=False)
@@ -77,11 +61,13 @@ class ShardReduction:
 
     Args:
         zero: the optimizer.
-        options: how gradients are reduced.
+        options: those of the wrapper.
         replicas: as `ShardedDataParallel`.
     """
 
-    def __init__(self, zero: ZeroRedundancyOptimizer, options: Options, replicas: Collectives | None) -> None:
+    def __init__(
+        self, zero: ZeroRedundancyOptimizer, options: WrapperOptions, replicas: Collectives | None
+    ) -> None:
         self.zero, self.options, self.replicas = zero, options, replicas
         self.comm = _apart_from(zero.collectives)
         # Are parts of a parameter's gradient in `.grad`, with zeros where other ranks own the rest, or apart?
@@ -97,7 +83,7 @@ class ShardReduction:
         """Make the buckets for the owners and for the parameters that are trained now."""
         options = self.options
         buckets: list[GradientBucket] = []
-        for plan in gradient_plans(built.partition, built.specs, max(options.cap, 1)):
+        for plan in gradient_plans(built.partition, built.specs, max(options.reduce_buffer_size, 1)):
             params = {number: built.params[number] for number in plan.starts}
             first = next(iter(params.values()))
             kind, dtype = bucket_class(plan, self.comm, first.device), options.dtype or first.dtype

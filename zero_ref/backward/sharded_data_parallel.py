@@ -1,18 +1,16 @@
 """Gradients without DDP: each goes to its owner, and no other rank keeps it. This is stage 2 of ZeRO.
 
 `stairs/owners.py` leaves gradients to DDP, which keeps all of them on every rank. `reduce_to_owners` sends
-them to their owners only, but DDP keeps its buckets, as large as all gradients together. The classes of this
-module stand in DDP's place. `NaiveShardedDataParallel` shows the idea in one hook, which reduces each
-gradient by itself. `ShardedDataParallel` collects gradients in buckets, reduces these while backward goes on,
-in one order on all ranks, and takes any partition.
+them to their owners only, but DDP keeps its buckets, as large as all gradients together. The class of this
+module stands in DDP's place. It collects gradients in buckets, reduces these while backward goes on, in one
+order on all ranks, and takes any partition. `stairs/shards.py` shows the idea in one hook.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ref.backward.arguments import (
-    check_dtype,
+    WrapperOptions,
     check_names,
     check_optimizers,
     groups_of,
@@ -30,50 +28,12 @@ from zero_ref.backward.arguments import (
 )
 from zero_ref.backward.gradient_buckets import GradientBucket
 from zero_ref.backward.hooks import GradientHooks
-from zero_ref.backward.shard_reduction import Options, ShardReduction
-from zero_ref.comm.agreement import agree
+from zero_ref.backward.shard_reduction import ShardReduction
+from zero_ref.comm.agreement import agree, facts_of_fields
 from zero_ref.comm.collectives import Collectives
-from zero_ref.minimal import MinimalZero
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.gradients import BUCKET_NUMEL
 from zero_ref.shard.arriving import Arriving
-
-
-class NaiveShardedDataParallel(nn.Module):
-    """A model whose gradients are reduced one by one: each to its owner, as soon as it is complete.
-
-    >>> optimizer = MinimalZero(model.parameters(), torch.optim.AdamW)                # doctest: +SKIP
-    >>> model = NaiveShardedDataParallel(model, optimizer)                            # doctest: +SKIP
-
-    `ShardedDataParallel` computes the same, and mends what is slow or missing here. Backward waits for every
-    message, however small it is. All ranks must use all parameters, in one order. A second backward would
-    average gradients again that are averages already.
-
-    Args:
-        module: the model, with equal parameters on all ranks.
-        optimizer: knows the owner of each parameter.
-    Collective: all ranks of the optimizer's group, in backward.
-    Cost: each gradient is reduced to one rank, which takes half as much traffic as an all-reduce.
-    """
-
-    def __init__(self, module: nn.Module, optimizer: MinimalZero) -> None:
-        super().__init__()
-        self.module, self.group = module, optimizer.group
-        for param, owner in zip(optimizer.params, optimizer.owners):
-            param.register_post_accumulate_grad_hook(partial(self._reduce, owner))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
-        return self.module(*args, **kwargs)
-
-    @torch.no_grad()
-    def _reduce(self, owner: int, param: torch.Tensor) -> None:
-        assert param.grad is not None
-        # Divided before the sum, as float16 could overflow.
-        param.grad.mul_(1 / dist.get_world_size(self.group))
-        dist.reduce(param.grad, group_dst=owner, group=self.group)
-        if dist.get_rank(self.group) != owner:
-            param.grad = None
 
 
 class ShardedDataParallel(nn.Module):
@@ -103,7 +63,8 @@ class ShardedDataParallel(nn.Module):
         process_group: None, or the optimizers' group, which programs written for FairScale pass.
         broadcast_buffers: before each forward in training, rank 0 sends its buffers to all ranks.
         sync_models_at_startup: rank 0 sends its parameters and buffers to all ranks.
-        reduce_buffer_size: elements of a bucket.
+        reduce_buffer_size: elements of a bucket, about; a larger parameter has a bucket to itself. Where
+            ranks own equal shares of a range, the range is a bucket.
         reduce_dtype: send gradients in this dtype; None for the parameters' own.
         scaled, may_change: as `reduce_to_owners`.
         replicas: the ranks that own the same slices in other groups, if the optimizers' group is one of
@@ -168,17 +129,6 @@ class ShardedDataParallel(nn.Module):
         self._waiting: list[tuple[ShardReduction, GradientBucket]] | None = None
         self._task, self._in_backward = -1, False
         self._sent_kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        options = {
-            "reduce_fp16": fairscale.get("reduce_fp16", False),
-            "reduce_dtype": reduce_dtype,
-            "reduce_buffer_size": reduce_buffer_size,
-            "broadcast_buffers": broadcast_buffers,
-            "sync_models_at_startup": sync_models_at_startup,
-            "scaled": scaled,
-            "may_change": may_change,
-            "gather_in_forward": gather_in_forward,
-            "replicas": None if replicas is None else "given",
-        }
 
         # 1. Check the arguments. Until all ranks agree, nothing in the module or the optimizers is changed or
         # sent, so an error of this rank waits for the agreement.
@@ -187,13 +137,23 @@ class ShardedDataParallel(nn.Module):
             if replicas is not None:  # first: from now on an error reaches their groups, too
                 self.replicas = replicas_of(self.sharded_optimizers, replicas)
             check_names(fairscale)
-            dtype = torch.float16 if fairscale.get("reduce_fp16") else reduce_dtype
-            check_dtype(dtype)
+            options = WrapperOptions(
+                broadcast_buffers=broadcast_buffers,
+                sync_models_at_startup=sync_models_at_startup,
+                reduce_buffer_size=reduce_buffer_size,
+                reduce_dtype=reduce_dtype,
+                scaled=scaled,
+                may_change=may_change,
+                gather_in_forward=gather_in_forward,
+                replicas=replicas is not None,
+                **fairscale,
+            )
             check_optimizers(self.sharded_optimizers, process_group)
-            how = Options(reduce_buffer_size, dtype, scaled, may_change)
-            self._reductions = [ShardReduction(zero, how, self.replicas) for zero in self.sharded_optimizers]
+            self._reductions = [
+                ShardReduction(zero, options, self.replicas) for zero in self.sharded_optimizers
+            ]
             self._hooks = GradientHooks(
-                weakref.ref(self), self._reductions, dtype, *_callbacks(weakref.ref(self))
+                weakref.ref(self), self._reductions, options.dtype, *_callbacks(weakref.ref(self))
             )
             self._hooks.lacking(module)
             facts = self._facts(options)
@@ -304,15 +264,15 @@ class ShardedDataParallel(nn.Module):
         """
         self._hooks.attach(self.module)
 
-    def _facts(self, options: Mapping[str, Any]) -> list[str]:
+    def _facts(self, options: WrapperOptions) -> list[str]:
         """The lines that must be equal on all ranks of all groups: options, the module, the optimizers."""
-        facts = [f"{name}={value}" for name, value in options.items()]
+        facts = facts_of_fields(options)
         for name, param in self.module.named_parameters():
             facts.append(
                 f"parameter {name} of the module: shape {tuple(param.shape)}, {param.dtype}, "
                 f"requires_grad={param.requires_grad}"
             )
-        if options["broadcast_buffers"] or options["sync_models_at_startup"]:
+        if options.broadcast_buffers or options.sync_models_at_startup:
             for name, buffer in self.module.named_buffers():
                 facts.append(f"buffer {name}: shape {tuple(buffer.shape)}, {buffer.dtype}")
         facts.append(f"optimizers: {', '.join(zero.accord.what for zero in self.sharded_optimizers)}")

@@ -12,6 +12,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.comm.objects import gather_bytes
@@ -43,6 +45,29 @@ SAME_SLICES = (
     "DeviceMesh."
 )
 REMEDY = "Pass the same parameters and options on every rank."
+
+MAY_DIFFER = "may_differ"
+"""The key, in the metadata of a dataclass's field, of the reason why ranks do not compare the field."""
+
+
+def facts_of_fields(options: Any) -> list[str]:
+    """A line for each field of a dataclass, so that an option which is added to it is compared.
+
+    >>> from dataclasses import dataclass, field
+    >>> @dataclass(frozen=True)
+    ... class Options:
+    ...     kind: type
+    ...     size: int = 4
+    ...     name: str = field(default="", metadata={MAY_DIFFER: "it is only printed"})
+    >>> facts_of_fields(Options(float))
+    ['kind=float', 'size=4']
+    """
+    named = (
+        (field.name, getattr(options, field.name))
+        for field in fields(options)
+        if MAY_DIFFER not in field.metadata
+    )
+    return [f"{name}={value.__name__ if isinstance(value, type) else value}" for name, value in named]
 
 
 def agree(

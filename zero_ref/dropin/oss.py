@@ -9,6 +9,8 @@ shows; its repository is archived. This module adds FairScale's names and defaul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from torch.optim import SGD, Optimizer
 
 from zero_ref.clip.grad_norm import clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
+from zero_ref.optimizer.registered import Options
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.groups import ParamGroup, options_of
 
@@ -91,12 +94,7 @@ class OSS(ZeroRedundancyOptimizer):
         broadcast_dtype: torch.dtype | None = None,
         **default: Any,
     ) -> None:
-        if broadcast_fp16 and broadcast_dtype is not None:
-            raise ValueError(
-                f"broadcast_fp16=True and broadcast_dtype={broadcast_dtype} both name a dtype in which to "
-                "send parameters; pass one of them."
-            )
-        self.broadcast_dtype = torch.float16 if broadcast_fp16 else broadcast_dtype
+        self.make_options = partial(_options, broadcast_fp16, broadcast_dtype)
         super().__init__(
             params,
             optim,
@@ -111,17 +109,19 @@ class OSS(ZeroRedundancyOptimizer):
         return self.process_group
 
     @property
+    def broadcast_dtype(self) -> torch.dtype | None:
+        """The dtype in which `step` sends new parameters; None for their own."""
+        return self.registered.options.broadcast_dtype
+
+    @property
     def broadcast_fp16(self) -> bool:
         """Whether new parameters are sent as float16."""
         return self.broadcast_dtype == torch.float16
 
     @broadcast_fp16.setter
     def broadcast_fp16(self, wanted: bool) -> None:
-        self.broadcast_dtype = torch.float16 if wanted else None
-
-    def standing_facts(self) -> list[str]:
-        """The facts that must be equal on all ranks at any time."""
-        return [f"broadcast_dtype={self.broadcast_dtype}", *super().standing_facts()]
+        dtype = torch.float16 if wanted else None
+        self.registered.options = replace(self.registered.options, broadcast_dtype=dtype)
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """The parameter groups of each rank: all options, and the parameters that the rank owns.
@@ -233,3 +233,13 @@ class OSS(ZeroRedundancyOptimizer):
         if all_ranks:
             self.consolidate_state_dict(-1)
         return super().state_dict()
+
+
+def _options(broadcast_fp16: bool, broadcast_dtype: torch.dtype | None, **of_optimizer: Any) -> Options:
+    """The options of an optimizer that has those of OSS, too; called where an error reaches all ranks."""
+    if broadcast_fp16 and broadcast_dtype is not None:
+        raise ValueError(
+            f"broadcast_fp16=True and broadcast_dtype={broadcast_dtype} both name a dtype in which to "
+            "send parameters; pass one of them."
+        )
+    return Options(**of_optimizer, broadcast_dtype=torch.float16 if broadcast_fp16 else broadcast_dtype)

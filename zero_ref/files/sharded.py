@@ -413,7 +413,7 @@ def _exchange_parameters(optimizer: ZeroRedundancyOptimizer) -> list[tuple[torch
 
     # After a step only trained parameters are sent. A load also sends the frozen ones, in their own dtype.
     trained = [with_own_memory(message) for message in built.messages]
-    broadcast_messages(comm, trained, optimizer.broadcast_dtype, name=built.name)
+    broadcast_messages(comm, trained, optimizer.registered.options.broadcast_dtype, name=built.name)
     frozen = messages_by_parameter(built.partition, built.params, frozen=True)
     broadcast_messages(comm, [with_own_memory(message) for message in frozen])
     return received

@@ -1,7 +1,7 @@
 """The work that ranks do together: `stairs/owners.py` made complete. Read `step`, then `shard/shard.py`.
 
 - `zero_redundancy_optimizer`: the class and its step;
-- `registered`: what the user has given;
+- `registered`: the options and groups that the user has given;
 - `plans`: the plans made of it, also anew while a run goes on;
 - `accord`: what ranks must have in common, and who has failed;
 - `start_values`: whether ranks start from equal parameters;

@@ -137,7 +137,7 @@ def _send_written(zero: Zero, bits_of_ranks: Iterable[bytes | bytearray]) -> set
     # The messages of a step leave out frozen parameters, but a method may write them.
     frozen = messages_by_parameter(built.partition, built.params, frozen=True)
     messages = messages_within([*built.messages, *frozen], written)
-    broadcast_messages(zero.collectives, messages, zero.broadcast_dtype, name=built.name)
+    broadcast_messages(zero.collectives, messages, zero.registered.options.broadcast_dtype, name=built.name)
     torch.autograd.graph.increment_version([built.params[number] for number in written])
     zero.shard.copies.note_versions()
     return written

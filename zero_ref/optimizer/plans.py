@@ -16,7 +16,7 @@ from zero_ref.plan.choice import loads_under, plan_partition
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.shard.buckets import check_can_be_flattened
 from zero_ref.shard.built import Built
-from zero_ref.shard.checks import check_can_be_sharded, check_is_class, facts_of
+from zero_ref.shard.checks import check_can_be_sharded, facts_of
 from zero_ref.shard.groups import (
     ParamGroup,
     ids_in,
@@ -29,33 +29,21 @@ from zero_ref.shard.shard import log_share
 
 
 def first_plan(zero: Zero) -> Built:
-    """Check the parameters and the class of a new optimizer, and plan its partition and messages."""
-    registered = zero.registered
-    check_is_class(registered.optimizer_class)
-    params, specs = params_of(zero.param_groups), registered.specs_for(registered.choice, zero.param_groups)
-    partition = plan_partition(registered.choice, specs, zero.collectives.world_size)
-    check_can_be_sharded(registered.optimizer_class, partition, params, specs)
-    if registered.parameters_as_bucket_view:
+    """Check the parameters of a new optimizer, and plan its partition and messages."""
+    options = zero.registered.options
+    params = params_of(zero.param_groups)
+    specs = zero.registered.specs_for(options.partition, zero.param_groups)
+    partition = plan_partition(options.partition, specs, zero.collectives.world_size)
+    check_can_be_sharded(options.optimizer_class, partition, params, specs)
+    if options.parameters_as_bucket_view:
         check_can_be_flattened(params)
-    return Built.of(zero.param_groups, specs, partition, registered.parameters_as_bucket_view)
-
-
-def facts_of_plan(zero: Zero, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:
-    """The facts about a plan, and about the optimizer's own options, that must be equal on all ranks."""
-    given = zero.registered
-    own_options = (
-        f"{given.optimizer_class.__name__}, parameters_as_bucket_view={given.parameters_as_bucket_view}, "
-        f"overlap_with_ddp={given.overlap_with_ddp}, elementwise={given.elementwise}, "
-        f"master_dtype={zero.shard.master_dtype}, {zero.shard.place_of_state or 'state beside parameters'}"
-    )
-    return [own_options, *facts_of(zero.param_groups, specs, partition, first)]
+    return Built.of(zero.param_groups, specs, partition, options.parameters_as_bucket_view)
 
 
 def _rebuild(zero: Zero, partition: Partition) -> None:
     """Make messages and local tensors for this partition of the current parameters."""
-    built = Built.of(
-        zero.param_groups, _specs(zero), partition, zero.registered.parameters_as_bucket_view, zero.built
-    )
+    as_views = zero.registered.options.parameters_as_bucket_view
+    built = Built.of(zero.param_groups, _specs(zero), partition, as_views, zero.built)
     zero.shard.place(built)
     zero.built = built  # last, so that the next step tries again if a line above raises
     log_share(zero.built, zero.shard, zero.collectives.world_size)
@@ -84,7 +72,7 @@ def follow_parameters(zero: Zero) -> None:
     # 1. New local tensors cannot replace views that the local optimizer keeps. Other ranks may have to learn
     # of this error, so it is raised in phase 2.
     keeps_views: RuntimeError | None = None
-    if zero.registered.parameters_as_bucket_view or zero.built.cut:
+    if zero.registered.options.parameters_as_bucket_view or zero.built.cut:
         try:
             zero.shard.check_keeps_no_views("change which parameters are trained, or where they lie")
         except RuntimeError as error:
@@ -126,7 +114,7 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
     try:
         with agreement(zero.collectives, "add a parameter group") as facts:
             # 1. Check the group, and list it with the others.
-            if zero.registered.parameters_as_bucket_view:
+            if registered.options.parameters_as_bucket_view:
                 shard.check_keeps_no_views("add a parameter group")
             zero.register(param_group)
 
@@ -136,13 +124,13 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
             loads = loads_under(rule, built.partition, specs)
             later = plan_partition(rule, specs[known:], zero.collectives.world_size, loads=loads)
             partition, params = built.partition.joined(later), params_of(zero.param_groups)
-            check_can_be_sharded(registered.optimizer_class, partition, params, specs)
+            check_can_be_sharded(registered.options.optimizer_class, partition, params, specs)
 
             # 3. Add this rank's slices of the new parameters to the local optimizer.
             owned = shard.slices_under(partition, params, first=len(shard.owned))
             optim.add_param_group({**given, "params": [own.local for own in owned]})
             replace_options(optim.param_groups[-1:], zero.param_groups[-1:])
-            facts += facts_of_plan(zero, specs, partition, first=known)
+            facts += facts_of(zero.param_groups, specs, partition, first=known)
     except Exception:
         # Take back all that the block above has added.
         del zero.param_groups[count:], optim.param_groups[count:], registered.given[count:]
@@ -177,14 +165,14 @@ def change_owners(zero: Zero, partition: Partition) -> None:
     with agreement(zero.collectives, action) as facts:
         shard.check_keeps_no_views(action)
         specs = registered.specs_for(partition, zero.param_groups)
-        check_can_be_sharded(registered.optimizer_class, partition, built.params, specs)
+        check_can_be_sharded(registered.options.optimizer_class, partition, built.params, specs)
         owned = shard.slices_under(partition, built.params)
-        facts += facts_of_plan(zero, specs, partition)
+        facts += facts_of(zero.param_groups, specs, partition)
 
     # 3. Each rank loads its part.
     shard.adopt(owned)
     zero.built = replace(built, specs=tuple(specs), partition=partition, places=[])
-    registered.choice = partition
+    registered.options = replace(registered.options, partition=partition)
     _rebuild(zero, partition)
     with zero.whole.loading(action) as facts:
         facts += zero.whole.load(state_dict, copy=False)

@@ -1,7 +1,7 @@
-"""The class, the groups and the options that the user has given an optimizer, and the rule for owners.
+"""The options and the groups that the user has given an optimizer, and the rule for owners.
 
-The constructor of `stairs/owners.py` only passes them on. Here they are kept for later: groups may be added,
-and owners may change.
+The constructor of `stairs/owners.py` only passes them on. Here ranks compare the options, and all are kept
+for later: groups may be added, and owners may change.
 """
 
 from __future__ import annotations
@@ -13,15 +13,54 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zero_ref.comm.agreement import MAY_DIFFER
 from zero_ref.plan.choice import Choice, may_cut
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.shard.checks import stays_whole
+from zero_ref.shard.checks import check_is_class, check_master_dtype, stays_whole
 from zero_ref.shard.groups import (
     ParamGroup,
     difference,
     ids_in,
     specs_of,
 )
+from zero_ref.shard.offload import StatePlace
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of an optimizer. Ranks compare every field but those marked by `MAY_DIFFER`.
+
+    Args:
+        optimizer_class, parameters_as_bucket_view, overlap_with_ddp, partition, elementwise, master_dtype,
+            defaults: as `ZeroRedundancyOptimizer`.
+        state_device: the place that its argument names; None for the parameters' own devices.
+        broadcast_dtype: the dtype in which `step` sends new parameters; None for their own. `OSS` alone sets
+            it.
+    Raises:
+        TypeError: `optimizer_class` is no class of optimizers, or `master_dtype` no dtype.
+        ValueError: the class couples parameters (LBFGS); `master_dtype` has no fractions; or
+            `broadcast_dtype` is given with `overlap_with_ddp`.
+    """
+
+    optimizer_class: type[Optimizer]
+    parameters_as_bucket_view: bool
+    overlap_with_ddp: bool
+    partition: Choice = field(metadata={MAY_DIFFER: "ranks compare the owners that it makes"})
+    elementwise: bool | None
+    master_dtype: torch.dtype | None
+    state_device: StatePlace | None
+    defaults: Mapping[str, Any] = field(metadata={MAY_DIFFER: "ranks compare the groups, which have them"})
+    broadcast_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_is_class(self.optimizer_class)
+        check_master_dtype(self.master_dtype)
+        if self.overlap_with_ddp and self.broadcast_dtype is not None:
+            raise ValueError(
+                f"broadcast_fp16 or broadcast_dtype, here {self.broadcast_dtype}, has no effect with "
+                "overlap_with_ddp=True, as backward then sends new parameters in their own dtype. Leave out "
+                "one of the two."
+            )
 
 
 @dataclass
@@ -32,39 +71,35 @@ class Registered:
     replace what the local optimizer's constructor computes. So the user's own options are kept apart.
 
     Args:
-        optimizer_class, defaults: the class of the local optimizer, and the options of its constructor.
-        choice: the rule for owners, or the owners.
-        parameters_as_bucket_view, overlap_with_ddp, elementwise: as the constructor's.
+        options: those of the constructor; a new value if one of them changes.
 
     Attributes:
         given: for each group the options that the user gave, without its parameters.
         listed: for each group the `id` of each parameter.
     """
 
-    optimizer_class: type[Optimizer]
-    defaults: Mapping[str, Any]
-    choice: Choice
-    parameters_as_bucket_view: bool
-    overlap_with_ddp: bool
-    elementwise: bool | None
+    options: Options
     given: list[ParamGroup] = field(default_factory=list)
     listed: list[list[int]] = field(default_factory=list)
 
     @property
     def rule_for_later(self) -> Choice:
         """The rule for new parameters: the user's rule, or the default after an explicit assignment."""
-        return self.choice if isinstance(self.choice, str) or callable(self.choice) else "sorted_greedy"
+        choice = self.options.partition
+        return choice if isinstance(choice, str) or callable(choice) else "sorted_greedy"
 
     def specs_for(self, choice: Choice, param_groups: Sequence[ParamGroup]) -> list[ParamSpec]:
         """The specs of the current parameters, for a partition by the rule `choice`."""
-        return specs_of(param_groups, stays_whole(self.optimizer_class, self.elementwise, may_cut(choice)))
+        options = self.options
+        whole = stays_whole(options.optimizer_class, options.elementwise, may_cut(choice))
+        return specs_of(param_groups, whole)
 
     def unsharded(self, params_of_groups: Sequence[list[torch.Tensor]]) -> Optimizer:
         """Make the optimizer that the user would have without shards, on these parameters of each group."""
         groups = [
             {**given, "params": params} for given, params in zip(self.given, params_of_groups, strict=True)
         ]
-        return self.optimizer_class(groups, **self.defaults)
+        return self.options.optimizer_class(groups, **self.options.defaults)
 
     def check_listed(self, param_groups: Sequence[ParamGroup], rank: int) -> None:
         """Refuse parameter groups that list other parameters than these, or in another order.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
-
 from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.accord import Accord
 from zero_ref.optimizer.registered import Registered
@@ -21,7 +19,6 @@ class Zero(Protocol):
 
     accord: Accord
     backward: Backward
-    broadcast_dtype: torch.dtype | None
     built: Built
     collectives: Collectives
     param_groups: list[ParamGroup]

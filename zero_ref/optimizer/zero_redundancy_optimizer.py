@@ -24,7 +24,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from zero_ref.comm.agreement import agreement
+from zero_ref.comm.agreement import agreement, facts_of_fields
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.optimizer import join, plans
@@ -32,13 +32,13 @@ from zero_ref.optimizer.accord import Accord, number_on
 from zero_ref.optimizer.closure import UserClosure
 from zero_ref.optimizer.forwarded import attribute_of
 from zero_ref.optimizer.own_saves import OwnSaves
-from zero_ref.optimizer.registered import Registered
+from zero_ref.optimizer.registered import Options, Registered
 from zero_ref.plan.choice import Choice
 from zero_ref.plan.partition import Partition
 from zero_ref.shard.arriving import Arriving
 from zero_ref.shard.buckets import finish_broadcasts, start_broadcasts
 from zero_ref.shard.built import Built, places_of
-from zero_ref.shard.checks import check_master_dtype
+from zero_ref.shard.checks import facts_of
 from zero_ref.shard.gradients import WHOLE, Backward, check_no_scaler
 from zero_ref.shard.groups import ids_in, options_of, replace_options
 from zero_ref.shard.local_state import SliceState, StateOfParameters
@@ -94,7 +94,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Attributes:
         optim: the local optimizer, on this rank's slices.
         partition: the owner of each slice.
-        registered: the arguments as the user gave them.
+        registered: the options and groups as the user gave them.
         built: the parameters, their partition and the messages of a step.
         shard: the slices that this rank owns, and the local optimizer.
         backward: where the gradients of the last backward are, and whether hooks have made the update.
@@ -125,8 +125,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
 
-    broadcast_dtype: torch.dtype | None = None
-    """A dtype in which `step` sends new parameters; None for their own. `OSS` sets it."""
+    make_options: Callable[..., Options] = Options
+    """Makes the options of the arguments. A subclass with options of its own sets it before this constructor.
+    """
 
     def __init__(
         self,
@@ -148,14 +149,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.process_group = dist.group.WORLD if process_group is None else process_group
         self.backward = Backward()
         self.arriving: Arriving | None = None
-        self.registered = Registered(
-            optimizer_class,
-            defaults,
-            partition,
-            parameters_as_bucket_view,
-            overlap_with_ddp,
-            elementwise,
-        )
         self.whole = WholeState(self)
         self.saves = OwnSaves()
 
@@ -163,10 +156,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # raise.
         number = number_on(self.process_group)
         with agreement(self.collectives, "construct the optimizer") as facts:
+            options = self.make_options(
+                optimizer_class=optimizer_class,
+                parameters_as_bucket_view=parameters_as_bucket_view,
+                overlap_with_ddp=overlap_with_ddp,
+                partition=partition,
+                elementwise=elementwise,
+                master_dtype=master_dtype,
+                state_device=StatePlace.of(state_device),
+                defaults=defaults,
+            )
+            self.registered = Registered(options)
             Optimizer.__init__(self, params, defaults)
             self.built = plans.first_plan(self)
             # An update in backward steps only some parameters at a time, so they cannot be merged.
-            check_master_dtype(master_dtype)
             self.shard = Shard(
                 self.built,
                 self.rank,
@@ -175,13 +178,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 defaults,
                 merge=not overlap_with_ddp,
                 master_dtype=master_dtype,
-                place=StatePlace.of(state_device),
+                place=options.state_device,
             )
             self.defaults = self.optim.defaults
             replace_options(self.optim.param_groups, self.param_groups)
             facts += [
                 f"optimizer {number} of the group",
-                *plans.facts_of_plan(self, self.built.specs, self.partition),
+                *facts_of_fields(options),
+                *facts_of(self.param_groups, self.built.specs, self.partition),
             ]
 
         # 2. All ranks have agreed. Prepare for errors that come later.
@@ -212,7 +216,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def parameters_as_bucket_view(self) -> bool:
-        return self.registered.parameters_as_bucket_view
+        return self.registered.options.parameters_as_bucket_view
 
     # ------------------------------------------------------------------------------------------- the step
 
@@ -274,7 +278,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Let the network receive new parameters while this rank computes, unless a closure still needs the
         # old ones, or they arrive in another dtype.
         expected: Sequence[PendingCall | None] = ()
-        if closure is None and self.broadcast_dtype is None:
+        if closure is None and self.registered.options.broadcast_dtype is None:
             expected = self.collectives.expect(self.built.messages)
 
         # 2. Take the gradients of what this rank owns, and step the local optimizer on it.
@@ -312,7 +316,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def exchange(self, expected: Sequence[PendingCall | None]) -> None:
         """Send what this rank owns, receive the rest, and learn which ranks could not step."""
-        dtype = self.broadcast_dtype
+        dtype = self.registered.options.broadcast_dtype
         works = start_broadcasts(self.collectives, self.built.messages, dtype, expected)
         # With ShardedDataParallel, its next forward may wait for the parameters instead of this step. Rounded
         # values are looked at when they have arrived, so for those this step waits.
@@ -373,7 +377,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             check()
             return None
         noted = UserClosure(closure, check)
-        if self.registered.overlap_with_ddp or self.joined is not None:
+        if self.registered.options.overlap_with_ddp or self.joined is not None:
             # Call the closure now: its backward may make the update, and in a Join the ranks without data
             # repeat the collectives of its backward before those of this step.
             noted.evaluate_now()
@@ -583,11 +587,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def standing_facts(self) -> list[str]:
         """The facts that must be equal on all ranks at any time."""
-        return [*self.accord.facts(), *self.shard.facts_of_options(self.param_groups)]
+        return [
+            *self.accord.facts(),
+            *facts_of_fields(self.registered.options),
+            *self.shard.facts_of_options(self.param_groups),
+        ]
 
     def all_facts(self) -> list[str]:
         """`standing_facts`, and the facts that the constructor has compared."""
-        return [*self.standing_facts(), *plans.facts_of_plan(self, self.built.specs, self.partition)]
+        return [*self.standing_facts(), *facts_of(self.param_groups, self.built.specs, self.partition)]
 
     # ------------------------------------------------------------------------ attributes of the wrapped class
 

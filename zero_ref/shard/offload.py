@@ -85,7 +85,7 @@ class StatePlace:
         return None if where is None else cls(where)
 
     def __str__(self) -> str:
-        return "state in files" if self.folder else f"state on the {self.device}"
+        return "files" if self.folder else str(self.device)
 
     def holds(self, param: torch.Tensor) -> bool:
         """Return whether the local tensors of a parameter are copies in this place."""

@@ -58,16 +58,24 @@ class Accord(Protocol):
     def note_loaded(self, rounded: int) -> None: ...
 
 
-class Registered(Protocol):
-    """The part of the user's arguments that decides what an unsharded optimizer would be."""
+class Options(Protocol):
+    """The option of which a load has to know."""
 
+    @property
+    def broadcast_dtype(self) -> torch.dtype | None: ...
+
+
+class Registered(Protocol):
+    """The part of the user's arguments that this module uses."""
+
+    @property
+    def options(self) -> Options: ...
     def unsharded(self, params_of_groups: Sequence[list[torch.Tensor]]) -> Optimizer: ...
 
 
 class Zero(Protocol):
     """The part of a `ZeroRedundancyOptimizer` that this module uses."""
 
-    broadcast_dtype: torch.dtype | None
     built: Built
     collectives: Collectives
     param_groups: list[ParamGroup]
@@ -269,4 +277,4 @@ class WholeState:
         replace_options(optim.param_groups, zero.param_groups)
         self.note_change()
         # Ranks other than the owner may have rounded values, which are not compared.
-        zero.accord.note_loaded(len(zero.built.params) if zero.broadcast_dtype else 0)
+        zero.accord.note_loaded(len(zero.built.params) if zero.registered.options.broadcast_dtype else 0)
