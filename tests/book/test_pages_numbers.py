@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from functools import cache
 from inspect import signature
 from pathlib import Path
@@ -33,11 +34,18 @@ from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.recipe import RECIPES, recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import Schedule, schedule
+from zero_ref.simulator.stages import plays_of_equal_blocks
 from zero_ref.simulator.traffic import traffic
 from zero_ref_course.grading import grade_class
 from zero_ref_course.predictions import predictions
 
 ROOT = Path(__file__).resolve().parents[2]
+
+sys.path.insert(0, str(ROOT / "book"))
+import overview  # noqa: E402  # book/overview.py
+
+sys.path.pop(0)
+
 CHAPTERS = sorted((ROOT / "notebooks").glob("*.ipynb"))[1:]  # the first is the tour
 
 
@@ -101,6 +109,19 @@ def test_index_says_what_the_run_of_its_picture_prints() -> None:
         assert ledgers == ledger(1, world_size, RECIPES[strategy].stage, "mixed-16").total_bytes
         for held in zip(plan.parameter_bytes, plan.gradient_bytes, plan.state_bytes, strict=True):
             assert f"{sum(held) / model.numel:.3f}" == {16: "16.000", 7: "7.000"}[ledgers]
+
+
+def test_index_has_the_picture_that_is_drawn() -> None:
+    for name, svg in overview.pictures().items():
+        assert (ROOT / "book" / "pictures" / name).read_text(encoding="utf-8") == svg
+        assert re.findall(r"sent: (\d+)", svg) == ["6", "9", "6", "9"]
+
+
+def test_readme_and_index_count_the_blocks_that_are_sent() -> None:
+    for page in ("README.md", "book/index.md"):
+        assert "a block 6, 9, 6 and 9 times" in (ROOT / page).read_text(encoding="utf-8")
+    sent = [round(one.schedule.wire_bytes() / (3 * 2**21)) for one in plays_of_equal_blocks(3, 4).values()]
+    assert sent == [6, 9, 6, 9]
 
 
 def test_index_says_what_a_prediction_earns() -> None:

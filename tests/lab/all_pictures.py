@@ -29,7 +29,7 @@ from zero_ref.plan.rules import even, sorted_greedy
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
-from zero_ref.simulator.stages import runs_by_stage
+from zero_ref.simulator.stages import plays_of_equal_blocks, runs_by_stage
 from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, Event, Timeline, simulate
 from zero_ref.simulator.tree import Advice, Question
 
@@ -110,6 +110,12 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "stages_timeline, hybrid too": lambda: plots.stages_timeline(runs_of(16)),
     "stages_timeline, accumulated": lambda: plots.stages_timeline(runs_of(8, accumulation=4)),
     "stages_timeline, 1 rank": lambda: plots.stages_timeline({"a rank <&> no others": runs_of(1)["DDP"]}),
+    "pieces_over_time": lambda: plots.pieces_over_time(plays_of_equal_blocks(3, 4)),
+    "pieces_over_time, 8 ranks": lambda: plots.pieces_over_time(plays_of_equal_blocks(5, 8)),
+    "pieces_over_time, 1 block": lambda: plots.pieces_over_time(plays_of_equal_blocks(1, 2)),
+    "pieces_over_time, 1 rank": lambda: plots.pieces_over_time(
+        {"1 rank &c": plays_of_equal_blocks(2, 1)["DDP"]}
+    ),
     "step_diagram": lambda: plots.step_diagram(even(NUMELS, 4), names=NAMES),
     "step_diagram, lost": lambda: plots.step_diagram(sorted_greedy(NUMELS, 3), names=NAMES, lost=[0, 5]),
     "step_diagram, 8 ranks": lambda: plots.step_diagram(even(NUMELS, 8), lost=[1]),

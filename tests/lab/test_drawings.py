@@ -15,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 from test_plots_simulated import played
 
 from zero_ref.lab import plots
+from zero_ref.live import pieces
 from zero_ref.live.lanes import COLOURS, LANE, alone
 from zero_ref.live.loads import LARGEST, MEAN, log_ticks
 from zero_ref.live.memory_over_time import COLOURS as KIND_COLOURS, HIGH
@@ -33,8 +34,13 @@ from zero_ref.live.ring import ring_states
 from zero_ref.live.step import AVERAGED, GATHERED
 from zero_ref.live.svg import MARGIN, Drawing
 from zero_ref.plan.choice import RULES
-from zero_ref.plan.partition import Partition
+from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
+from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.play import play
+from zero_ref.simulator.price import Workload
+from zero_ref.simulator.schedule import schedule
+from zero_ref.simulator.stages import plays_of_equal_blocks
 from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, simulate
 from zero_ref.simulator.traffic import traffic
 from zero_ref.simulator.tree import Advice, Question
@@ -71,6 +77,57 @@ def written(drawing: Drawing) -> list[str]:
 def bars(drawing: Drawing) -> dict[str, Element]:
     """The bars that have a hint, by what stands before its colon."""
     return {hint(one).split(":")[0]: one for one in found(drawing, "rect") if hint(one)}
+
+
+# ------------------------------------------------------------------------------ which rank holds what, when
+
+PLAYS = plays_of_equal_blocks(3, world_size=4)
+BLOCK_BYTES = 2 * 2**20
+HELD_BYTES = {
+    pieces.WHOLE: BLOCK_BYTES,
+    pieces.OWN: BLOCK_BYTES,
+    pieces.CUT: BLOCK_BYTES // 4,
+    pieces.GATHERED: BLOCK_BYTES + BLOCK_BYTES // 4,  # beside what the rank keeps
+    pieces.NOTHING: 0,
+}
+
+
+@pytest.mark.parametrize("title", PLAYS)
+def test_the_pieces_that_are_drawn_are_the_bytes_that_the_play_has_while_it_computes(title: str) -> None:
+    played, rank = PLAYS[title], 3
+    moments = pieces.moments_of(played.schedule)
+    assert [one.label for one in moments] == 3 * ["forward"] + 3 * ["backward"] + ["step"]
+    computed = [one for one in played.timeline(rank).events if one.lane == "compute"]
+    if len(computed) < len(moments):  # one forward of all blocks
+        computed = computed[:1] * 3 + computed[1:]
+    curve = played.memory_by_kind(rank)
+    for event, moment in zip((e for e in computed if e.label in {"forward", "backward", "step"}), moments):
+        held = [of_kind for ms, of_kind in curve if ms <= event.start_ms][-1]
+        drawn = sum(HELD_BYTES[how] for how in moment.parameters)
+        assert held["parameters"] + held["communication"] == drawn, moment
+        assert held["gradients"] == sum(HELD_BYTES[how] for how in moment.gradients), moment
+
+
+def test_there_is_an_arrow_for_each_block_that_moves() -> None:
+    moved_once = 3 * BLOCK_BYTES  # by the N - 1 = 3 ranks that lack a piece
+    for title, arrows in {"DDP": 6, "stage 1": 9, "stage 2": 6, "stage 3": 9}.items():
+        plan = PLAYS[title].schedule
+        assert sum(len(one.sent) for one in pieces.moments_of(plan)) == arrows
+        assert round(plan.wire_bytes() / moved_once, 3) == arrows
+        polygons = found(plots.pieces_over_time({title: PLAYS[title]}), "polygon")
+        assert len(polygons) == arrows
+        assert f"sent: {arrows}" in written(plots.pieces_over_time({title: PLAYS[title]}))
+
+
+def test_pieces_are_drawn_of_equal_blocks_on_few_ranks_that_do_not_overlap() -> None:
+    unequal = schedule("ddp", [ParamSpec(8), ParamSpec(9)], 2, ddp_buckets=[[1], [0]])
+    with pytest.raises(ValueError, match=r"equal blocks, got 1 steps and backwards of \[8, 9\] elements"):
+        pieces.moments_of(unequal)
+    with pytest.raises(ValueError, match="9 ranks do not fit: draw at most 8"):
+        plots.pieces_over_time(plays_of_equal_blocks(1, 9))
+    overlapping = play(PLAYS["DDP"].schedule, cluster("h100-ib"), Workload(8))
+    with pytest.raises(ValueError, match="mine: play it on a cluster that does not overlap"):
+        plots.pieces_over_time({"mine": overlapping})
 
 
 # ---------------------------------------------------------------------------------------------- timelines

@@ -113,7 +113,7 @@ def test_a_plot_has_the_same_pixels_every_time(tmp_path: Path) -> None:
 
 NO_PICTURES = {
     "figure", "panels", "save", "Picture", "Drawing", "StepParts", "step_parts", "Crossing", "Read",
-    "rank_colour", "text_colour_on", "cut_each",
+    "rank_colour", "text_colour_on", "cut_each", "fitted",
 }  # fmt: skip
 
 

@@ -184,7 +184,7 @@ def test_a_scenario_foresees_the_bytes_of_a_16_bit_model(strategy: str) -> None:
 @pytest.mark.thorough
 def test_the_front_page_s_command_measures_the_bytes_of_its_picture(tmp_path: Path) -> None:
     book = Path(__file__).parents[2] / "book"
-    drawn = re.findall(r'class="total">(\d+)<', (book / "front_picture.html").read_text(encoding="utf-8"))
+    drawn = re.findall(r"at most (\d+) bytes", (book / "pictures" / "stages.svg").read_text(encoding="utf-8"))
     page = (book / "index.md").read_text(encoding="utf-8")
     (words,) = re.findall(r"^zero-ref (train .*)$", page, flags=re.M)
     fewer = ["--steps", "2"]  # of the page's steps; what is held is the same after each
@@ -207,7 +207,8 @@ def test_the_front_page_s_command_measures_the_bytes_of_its_picture(tmp_path: Pa
 
     on_four, rows = printed(tmp_path / "four.json")
     assert rows == [["ddp", "16", "16.000", "16.000"], ["zero-even", "7", "7.000", "7.000"]]
-    for strategy, total in zip(["ddp"] * 4 + ["zero-even"] * 4, map(int, drawn), strict=True):
+    # At stages 2 and 3 a rank holds more during backward than it keeps, and the picture has fractions.
+    for strategy, total in zip(["ddp", "zero-even"], map(int, drawn), strict=True):
         result = on_four[strategy]
         assert (result["dtype"], result["master_dtype"]) == ("bfloat16", "float32")
         assert result["ledger_bytes"] == total * result["numel"]

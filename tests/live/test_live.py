@@ -11,9 +11,9 @@ import pytest
 from zero_ref import live
 from zero_ref.live import EXPLORERS
 from zero_ref.live.explorer import Answer, Control
-from zero_ref.live.page import NARROW, WIDE, frames, html
+from zero_ref.live.page import NARROW, WIDE, fitted, frames, html
 from zero_ref.live.palette import MANY_RANKS, rank_colour
-from zero_ref.live.svg import text_width
+from zero_ref.live.svg import Drawing, text_width
 from zero_ref.plan.choice import plan_partition
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.memory import MemorySettings, average_memory
@@ -292,3 +292,14 @@ def test_a_ring_has_sent_a_quarter_a_round_and_ends_with_whole_sums(rounds: int)
     assert answer.numbers["sent, tensors"] == rounds / 4
     assert answer.numbers["whole chunks on a rank"] == max(0, rounds - 2) == min(4, max(0, rounds - 2))
     assert sum("stroke" in rect for rect in rects(answer)) == (4 if rounds else 0)
+
+
+def test_a_fitted_drawing_is_in_a_page_in_two_widths_and_its_style_shows_one() -> None:
+    piece = ElementTree.fromstring(fitted(Drawing("words", lambda width: ([], 10.0)))._repr_html_())
+    style, picture = piece
+    widths = [one.get("width") for one in picture.iter(f"{SVG}svg")]
+    assert widths == [f"{WIDE:g}", f"{NARROW:g}"]
+    wide, narrow = (f".{one.get('class')}" for one in picture)
+    hidden = f"{wide}{{display:none}}{narrow}{{display:block}}"
+    assert f"{narrow}{{display:none}}" in (style.text or "")
+    assert f"@container (max-width:660px){{{hidden}}}" in (style.text or "")

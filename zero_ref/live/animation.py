@@ -12,7 +12,7 @@ from html import escape
 from itertools import groupby
 from zlib import crc32
 
-from zero_ref.live.page import NARROW, WIDE, two_widths
+from zero_ref.live.page import NARROW, WIDE, style_of_two_widths, two_widths
 from zero_ref.live.svg import element, picture
 
 Moment = tuple[float, str]
@@ -100,16 +100,10 @@ class Motion:
 
 # Here and not in a style sheet of the book, so that a notebook has it too. Paused is what the tick says, so
 # that it moves without it; without motion there is nothing to pause.
-STYLE = """
-.zero-animation{container-type:inline-size;margin:1em 0}
-.zero-animation svg{display:block;width:100%;height:auto;margin:0 auto}
-.zero-animation-wide svg{max-width:760px}
-.zero-animation-narrow svg{max-width:440px}
-.zero-animation-narrow{display:none}
-.zero-animation-pause{width:1.5em;height:1.5em;margin:.3em .4em .3em 0;vertical-align:middle}
-.zero-animation-pause:checked~.zero-animation-picture *{animation-play-state:paused!important}
-@container (max-width:660px){.zero-animation-wide{display:none}.zero-animation-narrow{display:block}}
-@media print,(prefers-reduced-motion:reduce){.zero-animation :is(input,label){display:none}}
+STYLE = f"""{style_of_two_widths("zero-animation")}\
+.zero-animation-pause{{width:1.5em;height:1.5em;margin:.3em .4em .3em 0;vertical-align:middle}}
+.zero-animation-pause:checked~.zero-animation-picture *{{animation-play-state:paused!important}}
+@media print,(prefers-reduced-motion:reduce){{.zero-animation :is(input,label){{display:none}}}}
 """
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero_ref.live import explorer
 from zero_ref.live.explorer import Explorer, Value
-from zero_ref.live.svg import element
+from zero_ref.live.svg import Drawing, element
 
 BUILT = "ZERO_REF_PAGE"
 """Set in the environment while the book is built, by book/execute.py and book/_ext/explorer.py."""
@@ -90,6 +90,44 @@ def two_widths(name: str, wide: str, narrow: str) -> str:
     """A picture in two widths, of which the page's style sheet shows one; `name` begins the classes."""
     both = (element("div", wide, class_=f"{name}-wide"), element("div", narrow, class_=f"{name}-narrow"))
     return element("div", *both, class_=f"{name}-picture")
+
+
+def style_of_two_widths(name: str) -> str:
+    """The style sheet of an element of class `name` around `two_widths`: it shows the picture that fits.
+
+    It goes along with the picture, so that a notebook has it too.
+    """
+    return f"""
+.{name}{{container-type:inline-size;margin:1em 0}}
+.{name} svg{{display:block;width:100%;height:auto;margin:0 auto}}
+.{name}-wide svg{{max-width:760px}}
+.{name}-narrow svg{{max-width:440px}}
+.{name}-narrow{{display:none}}
+@container (max-width:660px){{.{name}-wide{{display:none}}.{name}-narrow{{display:block}}}}
+"""
+
+
+class Fitted(NamedTuple):
+    """A drawing that a page or a notebook shows in two widths, of which one fits: `fitted` makes it."""
+
+    drawing: Drawing
+
+    def _repr_html_(self) -> str:
+        both = two_widths("zero-fitted", self.drawing.svg(WIDE), self.drawing.svg(NARROW))
+        return element(
+            "div", element("style", style_of_two_widths("zero-fitted")), both, class_="zero-fitted"
+        )
+
+
+def fitted(drawing: Drawing) -> Fitted:
+    """Show a drawing as wide as the page, and on a phone in a narrow form whose text is as large.
+
+    A drawing alone is drawn for one width, and a phone shrinks it. As the last line of a cell.
+
+    >>> fitted(Drawing("nothing", lambda width: ([], 10.0)))._repr_html_().count("<svg")
+    2
+    """
+    return Fitted(drawing)
 
 
 def table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+from zero_ref.plan.partition import ParamSpec
+from zero_ref.plan.rules import equal_shares
+from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.ledger import MIXED_ADAMW
+from zero_ref.simulator.play import Played, play
+from zero_ref.simulator.price import Workload
+from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
+from zero_ref.simulator.schedule import schedule
 
 STRATEGY_OF_STAGE = {
     "DDP": "ddp",
@@ -61,3 +71,33 @@ def runs_by_stage(scenario: Scenario) -> dict[str, SimulatedRun]:
         within_node = replace(scenario, shard_group=scenario.cluster.ranks_per_node)
         runs["hybrid"] = within_node.run(STRATEGY_OF_STAGE["hybrid"])
     return runs
+
+
+def plays_of_equal_blocks(blocks: int, world_size: int) -> dict[str, Played]:
+    """Play DDP and the three stages on a model of equal blocks, with the same pieces in all of them.
+
+    The model is in bfloat16 under `MIXED_ADAMW`, and each rank has an equal piece of each block. Each block
+    is a bucket of gradients too, and under stage 3 a unit, gathered when it is needed. Nothing overlaps.
+
+    >>> for title, played in plays_of_equal_blocks(3, world_size=4).items():
+    ...     print(title, round(max(nbytes for _, nbytes in played.memory()) / (3 * 2**20), 2))
+    DDP 16.0
+    stage 1 7.0
+    stage 2 6.17
+    stage 3 5.17
+    """
+    params = [ParamSpec(2**20, "bfloat16")] * blocks
+    each = [[number] for number in range(blocks)]
+    own_pieces: dict[str, Any] = {"partition": partial(equal_shares, range_numel=2**20)}
+    changes: dict[str, dict[str, Any]] = {
+        "DDP": {},
+        "stage 1": own_pieces,
+        "stage 2": own_pieces,
+        "stage 3": {"prefetch": 0},
+    }
+    plays = {}
+    for title, of_stage in changes.items():
+        how = recipe(STRATEGY_OF_STAGE[title], optimizer=MIXED_ADAMW, **of_stage)
+        plan = schedule(how, params, world_size, ddp_buckets=each[::-1], blocks=[[], *each])
+        plays[title] = play(plan, cluster("loopback"), Workload(tokens=1024))
+    return plays

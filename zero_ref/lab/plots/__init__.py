@@ -9,7 +9,8 @@ A picture decides nothing: partitions, bytes and losses are computed elsewhere a
 same colour in every picture.
 
 Those that give a `Drawing` are drawn by `zero_ref.live`, as SVG and without matplotlib, and so are the
-explorers. A `Drawing` is drawn anew for each width, and a notebook shows one that is the last line of a cell.
+explorers. A `Drawing` is drawn anew for each width, and a notebook shows one that is the last line of a cell;
+`fitted` lets it show two, for a page and for a phone.
 
 All others draw into the Axes that they are given, whoever made it, give it back, and touch no global state;
 `figure` makes one in a figure that a notebook shows when it is the last line of a cell.
@@ -19,8 +20,8 @@ Who owns what: `shard_map`, `loads`, `loads_compared`, `balance_against_ranks`, 
 What it costs: `memory_by_rank`, `ledger_stages`, `message_times`.
 What a collective costs: `ring_rounds`, `bytes_on_wire`, `time_against_bytes`.
 What a run gave: `loss_curves`, `predicted_against_measured`.
-When it happens: `timeline`, `stages_timeline`. What moves to other ranks: `reshard`; who reads which bytes:
-`file_reads`.
+When it happens: `timeline`, `stages_timeline`. Who holds which piece when: `pieces_over_time`.
+What moves to other ranks: `reshard`; who reads which bytes: `file_reads`.
 What a simulation says: `memory_curve`, `memory_over_time`, `step_time_against_ranks`,
 `volume_against_ranks`, `memory_against_ranks`, `memory_items`.
 How far it can be trusted: `sensitivity`.
@@ -50,7 +51,9 @@ from zero_ref.live.lanes import stages_timeline, timeline
 from zero_ref.live.loads import balance_against_ranks, loads, loads_compared
 from zero_ref.live.memory import memory_items
 from zero_ref.live.memory_over_time import memory_over_time
+from zero_ref.live.page import fitted
 from zero_ref.live.palette import rank_colour, text_colour_on
+from zero_ref.live.pieces import pieces_over_time
 from zero_ref.live.ring import ring_rounds
 from zero_ref.live.step import cut_each, step_diagram
 from zero_ref.live.svg import Drawing
@@ -62,6 +65,7 @@ __all__ = [
     "save",
     "Picture",
     "Drawing",
+    "fitted",
     "shard_map",
     "loads",
     "loads_compared",
@@ -79,6 +83,7 @@ __all__ = [
     "predicted_against_measured",
     "timeline",
     "stages_timeline",
+    "pieces_over_time",
     "memory_curve",
     "StepParts",
     "step_parts",
