@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from library.training import fill_gradients
+from library.training import caught, fill_gradients
 from torch import nn, optim
 
 from zero_ref.comm.collectives import Collectives
@@ -47,6 +47,39 @@ def test_state_beside_that_of_parameters_is_refused_where_it_would_be_lost(tmp_p
         optimizer.step()
 
     virtual.run(on_rank, 2, timeout=180)
+
+
+class DecaysMatrices(optim.AdamW):
+    """Makes groups of its own: matrices, which decay, and the rest, which does not."""
+
+    def __init__(self, params: Any, weight_decay: float = 0.1, **options: Any) -> None:
+        params = [*params]
+        groups = params if isinstance(params[0], dict) else [{"params": params}]
+        split = [
+            {
+                **group,
+                "params": [p for p in group["params"] if (p.ndim > 1) is matrices],
+                "weight_decay": weight_decay * matrices,
+            }
+            for group in groups
+            for matrices in (True, False)
+        ]
+        super().__init__([group for group in split if group["params"]], **options)
+
+
+def test_a_class_that_makes_its_own_groups_is_refused_with_the_reason_on_all_ranks() -> None:
+    shapes = ((4, 4), (4,), (4, 4), (4,))
+
+    def on_rank(comm: Collectives) -> str:
+        params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+        return caught(lambda: ZeroRedundancyOptimizer(params, DecaysMatrices, comm, lr=0.1))
+
+    for ranks in (1, 2, 5):  # with two ranks, each would have one group; some of five would have none
+        for message in virtual.run(on_rank, ranks):
+            assert (
+                "ValueError: DecaysMatrices makes parameter groups of its own: from groups of [4]" in message
+            )
+            assert "it makes groups of [2, 2]" in message
 
 
 # --------------------------------------------------------------------------------- users' odd, legal programs

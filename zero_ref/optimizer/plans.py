@@ -25,16 +25,19 @@ from zero_ref.shard.groups import (
     replace_options,
     specs_of,
 )
+from zero_ref.shard.local_class import check_keeps_groups, is_known
 from zero_ref.shard.shard import log_share
 
 
 def first_plan(zero: Zero) -> Built:
-    """Check the parameters of a new optimizer, and plan its partition and messages."""
+    """Check the parameters and groups of a new optimizer, and plan its partition and messages."""
     options = zero.registered.options
     params = params_of(zero.param_groups)
     specs = zero.registered.specs_for(options.partition, zero.param_groups)
     partition = plan_partition(options.partition, specs, zero.collectives.world_size)
     check_can_be_sharded(options.optimizer_class, partition, params, specs)
+    if not is_known(options.optimizer_class):
+        check_keeps_groups(zero.registered.unsharded, zero.param_groups)
     if options.parameters_as_bucket_view:
         check_can_be_flattened(params)
     return Built.of(zero.param_groups, specs, partition, options.parameters_as_bucket_view)

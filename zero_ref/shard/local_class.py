@@ -6,15 +6,54 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from zero_ref.shard.groups import ParamGroup, ids_in
 
-def is_known(optim: Optimizer) -> bool:
+
+def is_known(optim: Optimizer | type[Optimizer]) -> bool:
     """Return whether the class is torch's: it updates tensors one by one and draws no random numbers."""
-    return type(optim).__module__.startswith("torch.optim.")
+    optimizer_class = optim if isinstance(optim, type) else type(optim)
+    return optimizer_class.__module__.startswith("torch.optim.")
+
+
+def check_keeps_groups(
+    make: Callable[[list[list[torch.Tensor]]], Optimizer], param_groups: Sequence[ParamGroup]
+) -> None:
+    """Refuse a class that makes parameter groups of its own, such as matrices and vectors apart.
+
+    A rank would give it the parameters that the rank owns, and get other groups than other ranks have. So all
+    ranks ask it for the groups of all parameters, on tensors without memory.
+
+    Args:
+        make: constructs the class on the parameters of each group.
+        param_groups: the groups with the parameters themselves.
+    Raises:
+        ValueError: the class makes other groups.
+    """
+    given = [
+        [
+            torch.empty_like(param, device="meta", requires_grad=param.requires_grad)
+            for param in group["params"]
+        ]
+        for group in param_groups
+    ]
+    try:
+        optim = make(given)
+    except Exception:  # a class may refuse such tensors
+        return
+    made, ours = ids_in(optim.param_groups), [[*map(id, params)] for params in given]
+    if made != ours:
+        raise ValueError(
+            f"{type(optim).__name__} makes parameter groups of its own: from groups of {[*map(len, ours)]} "
+            f"parameters it makes groups of {[*map(len, made)]}. On each rank it would make others, of what "
+            "the rank owns. Make these groups in your program, and pass them, with their options, to a class "
+            "that keeps them, such as torch.optim.AdamW."
+        )
 
 
 def keys_beside_state(optim: Optimizer) -> list[str]:
