@@ -10,7 +10,7 @@ import ast
 
 from zero_ref.lab.own import CLASS
 from zero_ref.lab.stairs import CLASS as OUR_CLASS, in_one_file
-from zero_ref.stairs import STAIRS
+from zero_ref.stairs import BEFORE
 
 
 def answer(stair: str) -> str:
@@ -28,8 +28,8 @@ def stub(stair: str) -> str:
     >>> answer("shards").count("raise NotImplementedError"), stub("shards").count("raise NotImplementedError")
     (0, 5)
     """
-    source, place = answer(stair), STAIRS.index(stair)
-    before = _functions(answer(STAIRS[place - 1])) if place else {}
+    source = answer(stair)
+    before = _functions(answer(BEFORE[stair])) if stair in BEFORE else {}
     lines = source.splitlines()
     for name, function in reversed(_functions(source).items()):
         if name not in before or _body(before[name]) != _body(function):

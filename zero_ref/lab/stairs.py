@@ -14,7 +14,7 @@ from pathlib import Path
 
 import zero_ref.stairs
 from zero_ref.lab.source import without_docstrings
-from zero_ref.stairs import STAIRS
+from zero_ref.stairs import BEFORE, STAIRS
 
 CLASS = "MinimalZero"
 """The name of the class of every stair."""
@@ -44,7 +44,7 @@ def in_one_file(stair: str) -> str:
     names = STAIRS[: STAIRS.index(stair) + 1]
     sources = [path_of(name).read_text(encoding="utf-8") for name in names]
     above, classes = zip(*(source.split(f"\n\nclass {CLASS}") for source in sources))
-    begins = [re.search(r"^(def|@)", text, re.MULTILINE) for text in above]
+    begins = [re.search(r"^(def|class|@)", text, re.MULTILINE) for text in above]
     functions = [text[match.start() :] for text, match in zip(above, begins) if match]
     parts = [_imports(sources), *functions, f"class {CLASS}{classes[-1]}"]
     return "\n\n\n".join(part.strip() for part in parts) + "\n"
@@ -65,7 +65,7 @@ def _imports(sources: list[str]) -> str:
 
 
 class StairDiff:
-    """The differences between a stair and the one before, which a notebook draws and a terminal prints.
+    """The differences between a stair and the one that it changes, for a notebook and a terminal.
 
     A line that is taken out begins with `-`, a new one with `+`. A line with `@@` names the function or class
     of the first change below it. The first stair is compared with the rule that it begins with.
@@ -83,8 +83,7 @@ class StairDiff:
 
     def __init__(self, stair: str, without: Sequence[str] = (), context: int = 2) -> None:
         new = in_one_file(stair)
-        place = STAIRS.index(stair)
-        old = in_one_file(STAIRS[place - 1]) if place else new.partition(f"\n\nclass {CLASS}")[0]
+        old = in_one_file(BEFORE[stair]) if stair in BEFORE else new.partition(f"\n\nclass {CLASS}")[0]
         before, after = (_without_methods(without_docstrings(source), without) for source in (old, new))
         self.stair = stair
         self.lines = _changes(before.splitlines(), after.splitlines(), context)

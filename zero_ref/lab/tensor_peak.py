@@ -16,14 +16,21 @@ class TensorPeak(TorchDispatchMode):
     """Counts the memory of tensors that operations make while it lasts, until it is freed.
 
     Views have the memory of what they are views of, so they count nothing, and neither do tensors that were
-    there before. Not seen are tensors that `torch.tensor` and `torch.load` make, what an operation allocates
-    and frees inside, and buffers that are no tensors.
+    there before. Memory that is resized under its tensor counts anew when an operation next takes the tensor.
+    Not seen are tensors that `torch.tensor` and `torch.load` make, what an operation allocates and frees
+    inside, and buffers that are no tensors.
 
     >>> with TensorPeak() as made:
     ...     total = torch.ones(1000) + 1                        # 4,000 bytes each, both at one time
     ...     _ = torch.zeros(10)
     >>> made.peak_bytes, made.bytes
     (8000, 4040)
+    >>> with TensorPeak() as made:
+    ...     freed = torch.ones(1000)
+    ...     _ = freed.untyped_storage().resize_(0)
+    ...     _ = freed[:0]                                       # takes the tensor
+    >>> made.peak_bytes, made.bytes
+    (4000, 0)
 
     Attributes:
         bytes: of what was made and is there now.
@@ -38,20 +45,28 @@ class TensorPeak(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = {id(one.untyped_storage()) for one in _tensors((args, kwargs or {}))}
+        given = {id(memory): memory for memory in _memories((args, kwargs or {}))}
+        for memory in given.values():
+            if memory in self._known:
+                self._count(memory)
         made = func(*args, **(kwargs or {}))
-        for one in _tensors(made):
-            memory = one.untyped_storage()
+        for memory in _memories(made):
             if memory not in self._known and id(memory) not in given:
-                self._known[memory] = True
-                self.bytes += memory.nbytes()
-                self.peak_bytes = max(self.peak_bytes, self.bytes)
-                weakref.finalize(memory, self._free, memory.nbytes())
+                self._known[memory] = [0]  # the bytes that are counted for it
+                weakref.finalize(memory, self._free, self._known[memory])
+                self._count(memory)
         return made
 
-    def _free(self, nbytes: int) -> None:
-        self.bytes -= nbytes
+    def _count(self, memory: torch.UntypedStorage) -> None:
+        counted = self._known[memory]
+        self.bytes += memory.nbytes() - counted[0]
+        counted[0] = memory.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def _free(self, counted: list[int]) -> None:
+        self.bytes -= counted[0]
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor) and one.device.type != "meta"]
+def _memories(values: Any) -> list[torch.UntypedStorage]:
+    tensors = (one for one in tree_leaves(values) if isinstance(one, torch.Tensor))
+    return [one.untyped_storage() for one in tensors if one.device.type != "meta"]

@@ -1,4 +1,4 @@
-"""One message for each owner: stair 2 of 5.
+"""One message for each owner: stair 2 of 6.
 
 `owners.py` sends a message for each parameter, and a small message takes about as long as one of many
 kilobytes. Here the parameters of an owner lie end to end in one flat tensor, its bucket, and each parameter

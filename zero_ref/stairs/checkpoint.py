@@ -1,4 +1,4 @@
-"""A state that any number of ranks can load, parameter groups, and 32-bit masters: stair 5 of 5.
+"""A state that any number of ranks can load, parameter groups, and 32-bit masters: stair 5 of 6.
 
 In `shards.py` the state is in pieces. Here `state_dict` joins the pieces of all ranks, and `load_state_dict`
 cuts the state again, perhaps for another number of ranks. Parameters may come in groups with options of their

@@ -1,4 +1,4 @@
-"""The update during backward, while other gradients are still being computed: stair 3 of 5.
+"""The update during backward, while other gradients are still being computed: stair 3 of 6.
 
 In `buckets.py` backward has ended, and all gradients are averaged, before a rank updates anything. Here
 backward calls a hook with each complete gradient, and the hook starts to average it over the ranks. When

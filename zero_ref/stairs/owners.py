@@ -1,12 +1,13 @@
-"""ZeRO stage 1 on one page. Read this first: stair 1 of 5.
+"""ZeRO stage 1 on one page. Read this first: stair 1 of 6.
 
 Under data parallelism every rank has all parameters and, after backward, the same averaged gradients. So each
 parameter needs only one rank that keeps its optimizer state and updates it: its owner. The owner then sends
 the new values to all others. Each rank keeps 1/N of the optimizer state.
 
-The other stairs add one idea each: `buckets.py`, `overlap.py`, `shards.py`, `checkpoint.py`. The rest of the
-package computes the same updates and adds what a training run needs: any partition (`plan/`), groups that
-change (`optimizer/`), the same error on all ranks instead of a hang (`comm/`), and saves in parts (`files/`).
+The other stairs add one idea each: `buckets.py`, `overlap.py`, `shards.py`, `checkpoint.py`, `parameters.py`.
+The rest of the package computes the same updates and adds what a training run needs: any partition (`plan/`),
+groups that change (`optimizer/`), the same error on all ranks instead of a hang (`comm/`), and saves in parts
+(`files/`).
 """
 
 from __future__ import annotations

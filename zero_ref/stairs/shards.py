@@ -1,4 +1,4 @@
-"""Parameters that are cut, and gradients in shards, which is ZeRO stage 2: stair 4 of 5.
+"""Parameters that are cut, and gradients in shards, which is ZeRO stage 2: stair 4 of 6.
 
 In `overlap.py` every rank gets every average, and each backward makes an update, so that no second one can
 add to its gradients. And a rank owns whole parameters, so the largest one decides the largest share. Here the
