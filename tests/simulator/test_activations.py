@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from library.living import Living
 from library.llama_block import SMALL, B, FusedNorm, LlamaBlock, S
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from zero_ref.simulator.activations import (
@@ -23,6 +24,7 @@ from zero_ref.simulator.activations import (
     kinds_apart,
     matrices,
 )
+from zero_ref.simulator.kernels import kernels
 from zero_ref.simulator.models import GPT2, TRANSFORMERS, blocks, from_config
 
 # ----------------------------------------------------------------------------------------------- example
@@ -295,6 +297,19 @@ def test_what_lives_after_forward_is_what_is_kept(attention: str, way: str, dept
     found = activations(replace(SMALL, depth=depth), B, checkpointing=way, attention=attention)
     assert x.nbytes == first.nbytes, "the last result is alive too, and the first input was made before"
     assert living.nbytes() == found.blocks
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_backward_makes_as_many_products_again_as_torch_counts(way: str) -> None:
+    stack = [LlamaBlock("fused", torch.bfloat16) for _ in range(2)]
+    x = torch.randn(B, S, SMALL.width, dtype=torch.bfloat16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        for number, block in enumerate(stack):
+            x = run_block(way, number, block, x)
+        x.sum().backward()
+    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    found = kernels(replace(SMALL, depth=2, vocabulary=0), B, S, way)
+    assert counted == sum(one.flops for each in (found.forward, found.backward) for one in each.products)
 
 
 def peak_of_a_step(attention: str, way: str, depth: int, vocabulary: int) -> tuple[int, int]:

@@ -130,25 +130,23 @@ class Recomputed(NamedTuple):
     Args:
         blocks: how many of the blocks.
         products: of their matrix products, beside the last one of each, whose result nothing waits for.
-        last: of those last ones.
         attention, touched: of fused attention, and of everything else.
         scores: of unfused attention.
     """
 
     blocks: float
     products: float
-    last: float
     attention: float
     touched: float
     scores: float
 
 
 RECOMPUTED: dict[str, Recomputed] = {
-    "none": Recomputed(0, 0, 0, 0, 0, 0),
-    "selective": Recomputed(1, 0, 0, 0, 0, 1),
-    "full": Recomputed(1, 1, 0, 1, 1, 1),
-    "by-operation": Recomputed(1, 0.5, 0.5, 0, 1, 1),
-    "every-other-block": Recomputed(0.5, 1, 0, 1, 1, 1),
+    "none": Recomputed(0, 0, 0, 0, 0),
+    "selective": Recomputed(1, 0, 0, 0, 1),
+    "full": Recomputed(1, 1, 1, 1, 1),
+    "by-operation": Recomputed(1, 0.5, 0, 1, 1),
+    "every-other-block": Recomputed(0.5, 1, 1, 1, 1),
 }
 """By the names of `activations.CHECKPOINTING`. Fused attention computes its scores again in any case, which
 BACKWARD_OF_FLASH counts.
@@ -370,13 +368,15 @@ def kernels(
     casts = CAST * autocast * sum(layer.number * cast_weights(layer) for layer in architecture.layers)
     others = matrices.touching(scale * tokens * depth * of_block.forward + casts)
     last = products(lambda layer: layer.last)
-    # The mask of a dropout behind the last product has to be made again, and so has the product.
-    of_last = 1.0 if again.last == 0 < again.products and architecture.kind.dropout else again.last
     computed_again = others.times(again.products, touched=again.touched)
     computed_again = computed_again.plus(attended.times(again.attention if fused else again.scores))
-    computed_again = computed_again.plus(last.times(of_last - again.products)).times(again.blocks)
+    if not architecture.kind.dropout:  # the mask of a dropout behind the last product is made from its result
+        computed_again = computed_again.plus(last.times(-again.products))
+    computed_again = computed_again.times(again.blocks)
     if checkpointing == "by-operation":  # which keeps no results of experts
-        of_experts = products(lambda layer: (one for one in layer.products if one.copies > 1))
+        of_experts = products(
+            lambda layer: (one for one in layer.products if one.copies > 1 and one not in layer.last)
+        )
         computed_again = computed_again.plus(of_experts.times(1 - again.products))
     gradients = 1 if lora else 2  # of a product's operand, and of its weight
     if lora:
