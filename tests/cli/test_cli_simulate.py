@@ -206,6 +206,16 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert order == ["forward", "gather", "step"]
 
 
+@pytest.mark.parametrize(("sequence", "beyond"), [("8192", False), ("16384", True)])
+def test_sequences_beyond_the_model_s_positions_are_said(
+    sequence: str, beyond: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    assert cli.main(["simulate", "--model", "llama3-8b", "--ranks", "8", "--sequence", sequence]) == 0
+    said = "supposed: sequences go beyond the model's 8,192 positions"
+    assert (said in capsys.readouterr().out) == beyond
+
+
 def test_the_first_line_says_what_is_not_modelled_only_if_nothing_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -320,7 +330,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
         ),
         ([*SIMULATE, "--strategy", "zero-2", "--shard-group", "0"], ["it must be at least 1, got 0"]),
         ([*SIMULATE, "--messages", "library"], ["unrecognized arguments: --messages library"]),
-        ([*SIMULATE, "--strategy", "zero-2", "--bucket-mib", "2"], ["--bucket-mib means nothing to zero-2"]),
+        ([*SIMULATE, "--strategy", "zero-3", "--bucket-mib", "2"], ["--bucket-mib means nothing to zero-3"]),
         (
             [*SIMULATE, "--strategy", "ddp", "--overlap", "interleaved"],
             ["--overlap interleaved means nothing to ddp; it is for zero, zero-bucket, zero-even."],
@@ -337,6 +347,10 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
             ["--reduce-dtype float32 means nothing to local-sgd; it is for ddp"],
         ),
         ([*SIMULATE, "--strategy", "zero-3", "--offload"], ["--offload means nothing to zero-3"]),
+        (
+            [*SIMULATE, "--strategy", "zero-2", "--compare", "zero-3", "--offload"],
+            ["offload means nothing to zero-3; it is for zero, zero-bucket, zero-even, zero-2. Simulate"],
+        ),
         ([*SIMULATE, "--strategy", "zero-2", "--bucket-view"], ["--bucket-view means nothing to zero-2"]),
         (
             [*SIMULATE, "--offload", "--optimizer", "Muon+AdamW"],

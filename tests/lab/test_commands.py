@@ -51,8 +51,8 @@ def test_what_means_nothing_to_a_strategy_is_left_out(
     strategy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scenario = replace(
-        GPT, offload=True, bucket_view=True, reduce_dtype="float32", compiled=True, fused_loss=True,
-        masters=False, accumulation=2, no_sync=True, shard_group=8,
+        GPT, bucket_view=True, reduce_dtype="float32", compiled=True, fused_loss=True, masters=False,
+        accumulation=2, no_sync=True, shard_group=8, bucket_bytes=2**24,
     )  # fmt: skip
     words = simulate_command(scenario, strategy, ["--model", "gpt2"], "h100-ib")
     said = printed(capsys, words)["strategies"][strategy]
@@ -145,6 +145,7 @@ def test_programs_of_these_lines_train(tmp_path: Path) -> None:
     for strategy, dtype, group in itertools.product(SEARCHED, ("bfloat16", "float32"), (None, 1)):
         usual = Scenario(MODELS["gpt2"], cluster, 2, dtype=dtype, shard_group=group)
         scenario = replace(usual, accumulation=2, no_sync=True, offload=group is None)
+        scenario = replace(scenario, bucket_bytes=None if group is None else 2**20)
         lines = program(scenario, strategy)
         assert lines is not None
         held = "float32" if strategy == "zero-3" else dtype

@@ -56,6 +56,28 @@ def test_one_rank_does_nothing_but_compute() -> None:
     assert run.fits is False, "16 MB are more than 1 MB"
 
 
+def test_a_rank_alone_holds_the_same_under_every_name_of_the_one_program() -> None:
+    scenario = Scenario(MODELS["gpt2"], H100, 1)
+    ddp = scenario.run("ddp")
+    for strategy in ("zero-2", "zero-3"):
+        run = scenario.run(strategy)
+        assert (run.memory.phase_bytes, run.peak_bytes) == (ddp.memory.phase_bytes, ddp.peak_bytes), strategy
+    numel = scenario.trained_numel
+    by_operation = replace(scenario, update="foreach").run("ddp").memory.phase_bytes["step"]
+    assert by_operation - ddp.memory.phase_bytes["step"] == 8 * numel, (
+        "gradients in 32 bits, and a square root"
+    )
+
+
+def test_buckets_of_stage_2_are_of_the_size_that_was_asked_for() -> None:
+    usual = Scenario(MODELS["gpt2"], H100, 4)
+    small, large = (replace(usual, bucket_bytes=mib * 2**20) for mib in (8, 64))
+    assert small.run("zero-2").memory == usual.run("zero-2").memory, "2**22 elements of two bytes"
+    held = [one.run("zero-2").memory.communication_bytes for one in (small, large)]
+    assert held[1] - held[0] >= 2 * (64 - 8) * 2**20 - 2 * 2 * max(param.numel for param in usual.params)
+    assert len(large.run("zero-2").schedule.operations) < len(small.run("zero-2").schedule.operations)
+
+
 def test_what_is_sent_is_counted_by_the_rank_and_the_iteration() -> None:
     scenario = Scenario(MLP((1000, 1000)), PLAIN, 4, period=5)
     nbytes = 2 * 1_001_000
@@ -127,7 +149,8 @@ def test_what_is_offloaded_is_on_the_host_and_takes_its_time() -> None:
         assert a.schedule == b.schedule, "the same calls, and as much state"
         step_ms = b.what_if.critical_ms["step"]
         assert step_ms > 5 * a.what_if.critical_ms["step"]
-    assert there.run("ddp").memory == here.run("ddp").memory, "which has no state that could be"
+    with pytest.raises(ValueError, match="offload means nothing to ddp; it is for zero, zero-bucket"):
+        there.run("ddp")
     with pytest.raises(ValueError, match="offload is for elementwise optimizers; Muon"):
         Scenario(SMALL, H100, 4, offload=True, optimizer="Muon+AdamW")
     with pytest.raises(ValueError, match="one CPU core: nothing can be offloaded"):

@@ -189,17 +189,21 @@ def _wrapped_in_ddp(scenario: Scenario) -> str:
 
 def _sharded(scenario: Scenario, partition: str, group: str = "") -> list[str]:
     words = ["model.parameters()", f"torch.optim.{scenario.optimizer}", *([group] if group else [])]
-    words.append(f'partition="{partition}"')
+    lines, choice = ["from zero_ref import ZeroRedundancyOptimizer"], f'"{partition}"'
+    if partition == "equal_shares" and scenario.range_numel is not None:
+        lines = [
+            "from functools import partial",
+            "from zero_ref import ZeroRedundancyOptimizer, equal_shares",
+        ]
+        choice = f"partial(equal_shares, range_numel={scenario.range_numel})"
+    words.append(f"partition={choice}")
     if group != ALONE:
         words.append("parameters_as_bucket_view=True")
     if _mixed(scenario):
         words.append("master_dtype=torch.float32")
     if scenario.offload:
         words.append('state_device="cpu"')
-    return [
-        "from zero_ref import ZeroRedundancyOptimizer",
-        f"optimizer = ZeroRedundancyOptimizer({', '.join(words)})",
-    ]
+    return [*lines, f"optimizer = ZeroRedundancyOptimizer({', '.join(words)})"]
 
 
 def _mesh(scenario: Scenario) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -231,6 +232,8 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
             f"--checkpointing full keeps {format_bytes(leaner)} of activations, not {format_bytes(kept)}, "
             "and computes a forward more"
         )
+    if scenario.tokens_of_sequence > (positions := getattr(scenario.architecture, "positions", math.inf)):
+        yield f"supposed: sequences go beyond the model's {positions:,} positions"
     if share := scenario.attention_share:
         yield f"attention adds {share:.0%} to what the parameters' products take"
     cluster = scenario.machine

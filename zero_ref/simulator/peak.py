@@ -70,7 +70,7 @@ def with_peak(
     at_peak = phases[found.phase]
     if allocator_share:
         in_other_streams = 0.0
-        if settings.stage == 3:
+        if settings.stage == 3 and memory.communication_bytes:
             missing = memory.gradient_bytes - at_peak.get("gradients", 0)
             in_other_streams = max(unit.params for unit in unit_bytes(params, settings)) + missing
         reserved = round((found.allocated_bytes + in_other_streams) * (1 + allocator_share))
@@ -183,12 +183,14 @@ def _reduced_block(params: Sequence[ParamSpec], settings: MemorySettings) -> int
 def _step_bytes(params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings) -> float:
     """Return the bytes that the update needs on the device while it lasts.
 
-    32-bit masters need a 32-bit copy of 16-bit gradients; the kernels need the copies of `updates`.
+    A kernel for each operation needs the copies of `updates`, and 32-bit masters a 32-bit copy of 16-bit
+    gradients. One fused kernel converts each gradient where it reads it.
     """
     if settings.offload:
         return 0
     whole = whole_bytes(params, settings)
-    in_32_bits = memory.master_bytes if settings.masters_apart and whole.master else 0
+    apart = settings.masters_apart and settings.update != "fused"
+    in_32_bits = memory.master_bytes if apart and whole.master else 0
     copies = update_kernels(settings.optimizer, settings.update).copies
     if not copies or not whole.moments:
         return in_32_bits

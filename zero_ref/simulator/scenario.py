@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
-from zero_ref.plan.choice import plan_partition
+from zero_ref.plan.choice import Choice, plan_partition
 from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.partition import Partition
+from zero_ref.plan.rules import equal_shares
 from zero_ref.simulator.ledger import Convention, nbytes_of
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
 from zero_ref.simulator.models import blocks
@@ -23,7 +24,7 @@ from zero_ref.simulator.peak import with_peak
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.rank_work import RankWork
-from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
+from zero_ref.simulator.recipe import LOCAL_SGD, RECIPES, Recipe, recipe
 from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
 from zero_ref.simulator.spread import fits
@@ -45,7 +46,9 @@ class Scenario(RankWork):
     Args:
         sequence: tokens in each sequence; None for the model's context, LONGEST_SEQUENCE at most.
         way: when updates are made, one of `operations.WAYS`, under strategies that have owners.
-        bucket_bytes: of DDP's gradient buckets; None for DDP's default, 25 MiB after a first of 1 MiB.
+        bucket_bytes: of DDP's gradient buckets; None for DDP's default, 25 MiB after a first of 1 MiB. Of
+            zero-2's ranges; None for the default of `equal_shares`.
+        offload: of stages 1 and 2 alone: `run` refuses it for other strategies.
         checkpointing: one of `activations.CHECKPOINTING`.
         attention: one of `activations.ATTENTION`. PyTorch's `scaled_dot_product_attention` is fused.
         prefetch: as `Recipe`.
@@ -80,8 +83,16 @@ class Scenario(RankWork):
             return None
         if str(rule) not in self._partitions:  # strategies share a rule
             ranks = self.recipe(strategy).group_of(self.world_size)
-            self._partitions[str(rule)] = plan_partition(rule, self.params, ranks)
+            made: Choice = rule
+            if rule == "equal_shares" and self.range_numel is not None:
+                made = partial(equal_shares, range_numel=self.range_numel)
+            self._partitions[str(rule)] = plan_partition(made, self.params, ranks)
         return self._partitions[str(rule)]
+
+    @property
+    def range_numel(self) -> int | None:
+        """Elements of a range of zero-2; None for the default of `equal_shares`."""
+        return None if self.bucket_bytes is None else max(1, int(self.bucket_bytes) // DTYPES[self.dtype])
 
     @cached_property
     def buckets(self) -> list[list[int]]:
@@ -146,6 +157,12 @@ class Scenario(RankWork):
         """The strategy's recipe, changed as the scenario says, where the strategy can be."""
         usual = recipe(strategy)
         used = used_values(self, usual)
+        if self.offload and not used["offload"]:
+            offloaded = [name for name, how in RECIPES.items() if how.shards_by_parameter]
+            raise ValueError(
+                f"offload means nothing to {usual.name}; it is for {', '.join(offloaded)}. Simulate "
+                f"{usual.name} by itself, without it."
+            )
         used["reduce_dtype"] = used["reduce_dtype"] or used["gradient_dtype"]
         axes = ("way", "shard_group", "prefetch", "no_sync", "reduce_dtype", "offload")
         return recipe(

@@ -38,6 +38,10 @@ def _buckets_by_ddp(how: Recipe, _: object) -> bool:
     return how.stage < 2
 
 
+def _reduces_in_buckets(how: Recipe, _: object) -> bool:
+    return how.stage < 3
+
+
 def _reduces_in_any_dtype(how: Recipe, _: object) -> bool:
     return how.reduces_in_any_dtype
 
@@ -147,8 +151,8 @@ class Training:
         explained(WAYS), name="overlap", metavar="WAY", choices=WAYS, used_by=Recipe.takes_way,
     )] = "plain"
     bucket_bytes: Annotated[int | None, Option(
-        "of DDP's buckets (default: 25, the first 1)", name="bucket_mib", metavar="MIB", unit=MIB, above=0,
-        most=2**20, used_by=_buckets_by_ddp,
+        "of DDP's buckets (default: 25, the first 1), and of zero-2's ranges (default: 4,194,304 elements)",
+        name="bucket_mib", metavar="MIB", unit=MIB, above=0, most=2**20, used_by=_reduces_in_buckets,
     )] = None
     bucket_view: Annotated[bool, Option(
         "DDP's gradient_as_bucket_view: gradients lie in DDP's buckets, and are not kept twice",
