@@ -366,8 +366,8 @@ def test_a_rank_holds_its_shares_and_one_block(ranks: int) -> None:
     model = 4 * block + root
     for calls, peak, held in run(measured, ranks, width, backend="gloo"):
         assert model / ranks <= held <= model / ranks + small
-        # At the first block's reduction: shares of all parameters and gradients, the block's gradients as they
-        # come from backward, and the same end to end.
+        # At the first block's reduction: shares of all parameters and gradients, and the block's gradients as
+        # they come from backward, and end to end.
         at_peak = 2 * 4 * block / ranks + 2 * block
         assert at_peak <= peak <= at_peak + small
         gathers = [root, block, block, block, block, root, block, block, block, block]
