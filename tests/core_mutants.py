@@ -170,8 +170,8 @@ MUTANTS = [
     Mutant(
         "replicas do not bring what they found into the group",
         "comm/agreement.py",
-        "        except Exception as error:\n            facts = error\n",
-        "        except Exception as error:\n            raise error\n",
+        "            except Exception as error:\n                facts = error\n",
+        "            except Exception as error:\n                raise error\n",
         ("tests/backward/test_sharded_data_parallel.py", "-k", "rate_that_later_differs_between_groups"),
     ),
     Mutant(

@@ -30,7 +30,7 @@ NOT_FOR_READERS = {
     "zero_ref.plan.choice": {"may_cut", "rule_named"},
     "zero_ref.plan.rules": {"elements", "elements_if_trainable"},
     "zero_ref.plan.layout": {"end_to_end"},
-    "zero_ref.comm.agreement": {"RanksLostError", "agree", "agreement"},
+    "zero_ref.comm.agreement": {"RanksLostError", "Agreement", "facts_of_fields"},
     "zero_ref.comm.collectives": {"Observable", "AllOf", "PendingCall", "Then", "ToBroadcast"},
     "zero_ref.comm.process_group": {"global_ranks"},
     "zero_ref.simulator.stage_3": {"Cut", "Unit"},

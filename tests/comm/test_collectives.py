@@ -1,4 +1,4 @@
-"""The process-group collectives in a group of one, and `agree`: equal facts pass, else all ranks raise."""
+"""The process-group collectives in a group of one, and agreements: equal facts pass, else all ranks raise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from zero_ref.comm import process_group
-from zero_ref.comm.agreement import agree
+from zero_ref.comm.agreement import Agreement
 from zero_ref.comm.backend import as_collectives, of_group
 from zero_ref.comm.collectives import AllOf, Collectives
 from zero_ref.comm.devices import CPU
@@ -172,11 +172,11 @@ def test_in_a_group_with_two_backends_each_tensor_goes_by_that_of_its_device(
 
 
 def agreeing(*facts_of_rank: Any, action: str = "go") -> list[str]:
-    """Return the error of `agree` on each rank, as 'Type: text'; empty where it returns."""
+    """Return the error of an agreement on each rank, as 'Type: text'; empty where it returns."""
 
     def on_rank(comm: Collectives) -> str:
         try:
-            agree(comm, action, facts_of_rank[comm.rank])
+            Agreement(comm).agree(action, facts_of_rank[comm.rank])
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""
@@ -192,7 +192,7 @@ def test_equal_facts_pass() -> None:
 def test_equal_facts_cost_one_message_of_32_bytes() -> None:
     def on_rank(comm: Collectives) -> list[Call]:
         with recording(comm) as calls:
-            agree(comm, "go", [f"fact {number}" for number in range(1000)])
+            Agreement(comm).agree("go", [f"fact {number}" for number in range(1000)])
         return calls
 
     assert virtual.run(on_rank, 3) == [[Call("all_gather", 32)]] * 3
@@ -227,7 +227,7 @@ def test_each_rank_raises_its_own_error_where_all_failed() -> None:
 def test_ranks_about_to_do_different_things_are_told_what() -> None:
     def on_rank(comm: Collectives) -> str:
         with pytest.raises(RuntimeError) as caught:
-            agree(comm, "save" if comm.rank else "load", ["a"])
+            Agreement(comm).agree("save" if comm.rank else "load", ["a"])
         return str(caught.value)
 
     messages = virtual.run(on_rank, 2, timeout=5)

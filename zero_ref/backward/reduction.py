@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from zero_ref.comm import devices
-from zero_ref.comm.agreement import agreement
 from zero_ref.comm.collectives import AllOf, Collectives, PendingCall
 from zero_ref.comm.process_group import global_ranks
 from zero_ref.optimizer import join
@@ -275,7 +274,7 @@ class OwnerReduction:
         self._planned_for: list[Partition] = []
         self._place_of: dict[torch.Tensor, tuple[ZeroRedundancyOptimizer, int]] = {}
         self._plans: dict[tuple[int, ...], tuple[list[torch.Tensor], list[list[slice]]]] = {}
-        with agreement(self.comm, "reduce gradients to owners") as facts:
+        with zeros[0].accord.preparing("reduce gradients to owners") as facts:
             options = f"scaled={scaled}, may_change={may_change}, by={by!r}"
             facts += [options, *(zero.accord.what for zero in zeros)]
             if by is not None and by not in REDUCED_BY:

@@ -29,7 +29,7 @@ from zero_ref.backward.arguments import (
 from zero_ref.backward.gradient_buckets import GradientBucket
 from zero_ref.backward.hooks import GradientHooks
 from zero_ref.backward.shard_reduction import ShardReduction
-from zero_ref.comm.agreement import agree, facts_of_fields
+from zero_ref.comm.agreement import Agreement, facts_of_fields
 from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.gradients import BUCKET_NUMEL
@@ -286,7 +286,7 @@ class ShardedDataParallel(nn.Module):
         """Compare the facts between all ranks of all groups. If one rank has an error, all ranks raise."""
         for comm in groups_of(self.sharded_optimizers, process_group):
             try:
-                agree(comm, "construct ShardedDataParallel", facts, replicas=self.replicas)
+                Agreement(comm).agree("construct ShardedDataParallel", facts, replicas=self.replicas)
             except Exception as error:
                 facts = error  # the next groups hear of it
         if isinstance(facts, Exception):

@@ -22,7 +22,7 @@ from zero_ref.clip.norms import (
     slices_to_count,
     slices_with_gradient,
 )
-from zero_ref.comm.agreement import agree
+from zero_ref.comm.agreement import Agreement
 from zero_ref.comm.collectives import Collectives
 from zero_ref.comm.devices import CPU
 from zero_ref.comm.objects import gather_texts
@@ -36,7 +36,7 @@ FAILED = -1.0
 def share_norms(
     zero: ZeroRedundancyOptimizer, own: torch.Tensor, facts: Sequence[str] | Exception
 ) -> list[float]:
-    """Give every rank the norms of all slices. If `facts` differ, all ranks raise as `agree`.
+    """Give every rank the norms of all slices. If `facts` differ, all ranks raise as `Agreement.agree`.
 
     Args:
         own: (slices of this rank,), float64.
@@ -59,7 +59,7 @@ def share_norms(
     sums = vector.tolist()
     digests = set(sums[count:])
     if FAILED in digests or len(digests) > 1:
-        agree(comm, "clip the gradients", facts)  # raises, and says what differs
+        zero.accord.agree("clip the gradients", facts)  # raises, and says what differs
     return sums[:count]
 
 
@@ -96,13 +96,14 @@ def norms_of_several(
         chosen: for each optimizer the parameters to count.
         norms: for each optimizer the norms that this rank has computed.
         alone: this rank has all gradients and computes all norms, without communication.
-    Raises: as `agree`, and ValueError on all ranks if ranks of one group were given different optimizers.
+    Raises: as `Agreement.agree`, and ValueError on all ranks if ranks of one group were given different
+        optimizers.
     Collective: all ranks of `comm`.
     Cost: three all-gathers, of 32 bytes, 8 bytes and the norms.
     """
     # 1. All ranks have computed their norms.
     if not alone:
-        agree(comm, "clip the gradients", facts)
+        Agreement(comm).agree("clip the gradients", facts)
 
     # 2. Each rank reports the norms of its slices to all ranks.
     mine = _reports(comm, chosen, norms, alone)

@@ -70,59 +70,92 @@ def facts_of_fields(options: Any) -> list[str]:
     return [f"{name}={value.__name__ if isinstance(value, type) else value}" for name, value in named]
 
 
-def agree(
-    comm: Collectives,
-    action: str,
-    facts: Sequence[str] | Exception,
-    op: str = "all_gather",
-    replicas: Collectives | None = None,
-) -> None:
-    """Compare what every rank is about to do; return if all ranks agree, raise on all of them if not.
-
-    An error found by one rank alone would leave the others waiting in their next collective. So each rank
-    first checks its own situation, then passes the result here: the facts that must be equal, or its error.
-
-    With `replicas`, each rank first compares with its replicas, then passes an error from that comparison to
-    its own group. So an error of one rank, or a difference that only some ranks can see, reaches all ranks of
-    all groups.
+class Agreement:
+    """The ranks of a group, which compare what they are about to do.
 
     Args:
-        action: what comes next, in words: "construct the optimizer".
-        facts: one line each, in an order that all ranks share; or the exception that this rank met. A `Fact`
-            has its own advice for the user. An exception that an earlier agreement of these ranks has raised
-            is raised again without communication.
-        op: the name of the all-gather for observers.
-        replicas: the ranks that own the same slices in other groups; None if there are no other groups.
-    Raises:
-        Exception: the one passed as `facts`, on the rank that passed it.
-        RuntimeError: another rank failed, or does something else.
-        RanksLostError: the network failed.
-        ValueError: the facts differ; names the rank and the first fact that differs.
-    Collective: all ranks of the group, with replicas of all groups, outside of any other call.
-    Cost: one all-gather of 32 bytes; where ranks differ, one more of all the facts. As much among replicas.
+        comm: the calls to the ranks.
     """
-    # 1. Compare with the replicas. An error replaces the facts, so that phase 2 brings it to this group.
-    if replicas is not None:
-        place = Fact(f"the slices of rank {comm.rank} of {comm.world_size}", SAME_SLICES)
-        with_place = facts if isinstance(facts, Exception) else [place, *facts]
-        try:
-            agree(replicas, f"{action} to train replicas of a model", with_place, op)
-        except Exception as error:
-            facts = error
 
-    # 2. Compare within this group. If an agreement of this group raised the exception, all its ranks have
-    # raised, so no rank would answer one more comparison.
-    if isinstance(facts, Exception) and comm in vars(facts).get(KNOWN_TO, ()):
-        raise facts
-    try:
-        _compare(comm, action, facts, op)
-    except Exception as error:
-        vars(error).setdefault(KNOWN_TO, []).append(comm)
-        raise
+    def __init__(self, comm: Collectives) -> None:
+        self.comm = comm
+
+    def agree(
+        self,
+        action: str,
+        facts: Sequence[str] | Exception,
+        op: str = "all_gather",
+        replicas: Collectives | None = None,
+    ) -> None:
+        """Compare what every rank is about to do; return if all ranks agree, raise on all of them if not.
+
+        An error found by one rank alone would leave the others waiting in their next collective. So each rank
+        first checks its own situation, then passes the result here: the facts that must be equal, or its
+        error.
+
+        With `replicas`, each rank first compares with its replicas, then passes an error from that comparison
+        to its own group. So an error of one rank, or a difference that only some ranks can see, reaches all
+        ranks of all groups.
+
+        Args:
+            action: what comes next, in words: "construct the optimizer".
+            facts: one line each, in an order that all ranks share; or the exception that this rank met. A
+                `Fact` has its own advice for the user. An exception that an earlier agreement of these ranks
+                has raised is raised again without communication.
+            op: the name of the all-gather for observers.
+            replicas: the ranks that own the same slices in other groups; None if there are no other groups.
+        Raises:
+            Exception: the one passed as `facts`, on the rank that passed it.
+            RuntimeError: another rank failed, or does something else.
+            RanksLostError: the network failed.
+            ValueError: the facts differ; names the rank and the first fact that differs.
+        Collective: all ranks of the group, with replicas of all groups, outside of any other call.
+        Cost: one all-gather of 32 bytes; where ranks differ, one more of all the facts. As much among
+            replicas.
+        """
+        # 1. Compare with the replicas. An error replaces the facts, so that phase 2 brings it to this group.
+        if replicas is not None:
+            place = Fact(f"the slices of rank {self.comm.rank} of {self.comm.world_size}", SAME_SLICES)
+            with_place = facts if isinstance(facts, Exception) else [place, *facts]
+            try:
+                Agreement(replicas).agree(f"{action} to train replicas of a model", with_place, op)
+            except Exception as error:
+                facts = error
+
+        # 2. Compare within this group. If an agreement of this group raised the exception, all its ranks have
+        # raised, so no rank would answer one more comparison.
+        if isinstance(facts, Exception) and self.comm in vars(facts).get(KNOWN_TO, ()):
+            raise facts
+        try:
+            _compare(self.comm, action, facts, op)
+        except Exception as error:
+            vars(error).setdefault(KNOWN_TO, []).append(self.comm)
+            raise
+
+    @contextlib.contextmanager
+    def preparing(
+        self, action: str, op: str = "all_gather", replicas: Collectives | None = None
+    ) -> Iterator[list[str]]:
+        """Prepare an action, and at the end compare the preparation with that of the other ranks.
+
+        >>> with Agreement(comm).preparing("construct the optimizer") as facts:             # doctest: +SKIP
+        ...     facts += [f"{len(params)} parameters"]
+
+        Yields:
+            A list to which the block adds the facts. If the block raises, `agree` gets the exception instead.
+        Args, Raises, Collective, Cost: as `agree`, at the end.
+        """
+        facts: list[str] = []
+        try:
+            yield facts
+        except Exception as error:
+            self.agree(action, error, op, replicas)
+        else:
+            self.agree(action, facts, op, replicas)
 
 
 def _compare(comm: Collectives, action: str, facts: Sequence[str] | Exception, op: str) -> None:
-    """Compare within one group; Args, Raises, Cost: as `agree`."""
+    """Compare within one group; Args, Raises, Cost: as `Agreement.agree`."""
     # 1. Compare digests: a message of a fixed size, however many facts there are.
     failed = isinstance(facts, Exception)
     lines = [f"{type(facts).__name__}: {facts}"] if isinstance(facts, Exception) else list(facts)
@@ -160,28 +193,6 @@ def _difference(
                 "All ranks must make the same calls in the same order."
             )
     return ValueError(_disagreement(action, [lines for _, _, lines in of_ranks], facts))
-
-
-@contextlib.contextmanager
-def agreement(
-    comm: Collectives, action: str, op: str = "all_gather", replicas: Collectives | None = None
-) -> Iterator[list[str]]:
-    """Prepare an action, and at the end compare the preparation with that of the other ranks.
-
-    >>> with agreement(comm, "construct the optimizer") as facts:                          # doctest: +SKIP
-    ...     facts += [f"{len(params)} parameters"]
-
-    Yields:
-        A list to which the block adds the facts. If the block raises, `agree` gets the exception instead.
-    Args, Raises, Collective, Cost: as `agree`, at the end.
-    """
-    facts: list[str] = []
-    try:
-        yield facts
-    except Exception as error:
-        agree(comm, action, error, op, replicas)
-    else:
-        agree(comm, action, facts, op, replicas)
 
 
 def _disagreement(action: str, lines_of_rank: list[list[str]], facts: Sequence[str]) -> str:

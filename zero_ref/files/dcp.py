@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
-from zero_ref.comm.agreement import agreement
 from zero_ref.files.flat_slices import FlatSlices, read_slices
 from zero_ref.files.sharded import Directory
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -105,7 +104,7 @@ class StatefulOptimizer:
         Cost: an all-gather of 32 bytes. To load, memory for this rank's part of the state, on the CPU.
         """
         self.optimizer.current()
-        with agreement(self.optimizer.collectives, "give the optimizer state to DCP") as facts:
+        with self.optimizer.accord.preparing("give the optimizer state to DCP") as facts:
             if self.reader is None:
                 facts += self.optimizer.standing_facts()
                 return {"state": self._state(), **self._groups()}

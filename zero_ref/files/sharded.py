@@ -47,14 +47,14 @@ from typing import Any
 
 import torch
 
-from zero_ref.comm.agreement import TOLD, agree, agreement
-from zero_ref.comm.collectives import Collectives
+from zero_ref.comm.agreement import TOLD
 from zero_ref.comm.objects import broadcast_json
 from zero_ref.files.contents import Contents, LoadedShard, contents_of, ranges_to_save
 from zero_ref.files.durable import make_directory
 from zero_ref.files.save_owner import Ownership, become_owner
 from zero_ref.files.saves import DamagedError, new_save, remove_old
 from zero_ref.files.shard_files import Ranges, ShardReader, ShardWriter, newest_intact
+from zero_ref.optimizer.accord import Accord
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.buckets import Message, broadcast_messages, messages_by_parameter
 
@@ -172,7 +172,7 @@ class _PreparedSave:
         ownership: the ownership of the directory, on rank 0; None on other ranks.
     """
 
-    comm: Collectives
+    accord: Accord
     folder: Path
     writer: ShardWriter
     ranges: dict[str, Ranges]
@@ -194,7 +194,7 @@ class _PreparedSave:
     def complete(self, failure: Exception | None) -> None:
         """Return when all ranks have written; raise on all ranks if one has failed. Collective."""
         try:
-            agree(self.comm, f"complete the checkpoint {self.folder}", failure or [])
+            self.accord.agree(f"complete the checkpoint {self.folder}", failure or [])
             self.tidy()
         finally:
             if self.ownership is not None:
@@ -225,7 +225,7 @@ def _prepare_save(
     comm, path = optimizer.collectives, Path(directory).absolute()
     ownership, name_and_id = None, ["", ""]
     with contextlib.ExitStack() as on_failure:
-        with agreement(comm, "save a sharded checkpoint") as facts:
+        with optimizer.accord.preparing("save a sharded checkpoint") as facts:
             # 1. Each rank collects what it is to write. If a rank fails here, all ranks raise.
             if type(keep) is not int or keep < 1:
                 raise ValueError(f"rank {comm.rank}: keep takes a number of saves from 1 on, not {keep!r}.")
@@ -246,7 +246,9 @@ def _prepare_save(
         # All ranks have agreed. Rank 0 tells them the folder.
         name, id_ = broadcast_json(comm, name_and_id, src=0)
         writer = ShardWriter(path / name, comm.rank, comm.world_size, contents, id_)
-        save = _PreparedSave(comm, path / name, writer, ranges, keep, optimizer.saves.damaged, ownership)
+        save = _PreparedSave(
+            optimizer.accord, path / name, writer, ranges, keep, optimizer.saves.damaged, ownership
+        )
         # What interrupted saves have left may be what fills the disk, so remove it before writing.
         save.tidy()
         # The directory stays this process's own until the save is complete.
@@ -323,15 +325,15 @@ def _read_newest(
         The folder of the checkpoint, and this rank's part.
     """
     # 1. Ranks agree on what they look for, since rank 0 looks for all of them.
-    comm = optimizer.collectives
+    accord, comm = optimizer.accord, optimizer.collectives
     facts = [f"directory {path}", f"parameters={parameters}", f"save={save}"]
-    agree(comm, "find a sharded checkpoint", facts)
+    accord.agree("find a sharded checkpoint", facts)
     # They try one save after the other. Folder name -> what is damaged in it; the same on all ranks.
     skipped: dict[str, str] = {}
     while True:
         # 2. Rank 0 finds the save and reads its tables for all, so that N ranks need not open N files each.
         found = None
-        with _raising_alike(comm, "read the tables of a checkpoint", FileNotFoundError, DamagedError):
+        with _raising_alike(accord, "read the tables of a checkpoint", FileNotFoundError, DamagedError):
             if comm.rank == 0:
                 found = newest_intact(path, save, skipped)
         name, tables, skipped = broadcast_json(comm, found, src=0)
@@ -339,7 +341,7 @@ def _read_newest(
         optimizer.saves.damaged.update(path / name for name in skipped)
         # 3. Each rank reads its part. Damage in the data is seen only by the rank that reads them.
         try:
-            with _raising_alike(comm, f"read the checkpoint {folder}", DamagedError):
+            with _raising_alike(accord, f"read the checkpoint {folder}", DamagedError):
                 loaded = LoadedShard(Contents(ShardReader(folder, tables)), optimizer, parameters)
         except DamagedError as error:
             # An older save may be intact.
@@ -353,13 +355,13 @@ def _read_newest(
 
 
 @contextlib.contextmanager
-def _raising_alike(comm: Collectives, action: str, *kinds: type[Exception]) -> Iterator[None]:
-    """An `agreement` from which all ranks raise an exception of one of these classes if one rank does.
+def _raising_alike(accord: Accord, action: str, *kinds: type[Exception]) -> Iterator[None]:
+    """A block from which all ranks raise an exception of one of these classes if one rank does.
 
     A script may catch a FileNotFoundError, and start anew. From a DamagedError, ranks turn to an older save.
     """
     try:
-        with agreement(comm, action):
+        with accord.preparing(action):
             yield
     except RuntimeError as error:
         name, _, text = vars(error).get(TOLD, "").partition(": ")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_ref.comm.agreement import agree
+from zero_ref.comm.agreement import Agreement
 from zero_ref.comm.backend import as_collectives
 from zero_ref.files.durable import make_directory, replacing
 from zero_ref.files.sharded import load_sharded, save_sharded
@@ -128,7 +128,7 @@ def save_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Opti
                 )
         except Exception as error:  # torch.save raises RuntimeError where the disk is full
             failure = error
-    agree(as_collectives(None), "write the checkpoint", failure or [])
+    Agreement(as_collectives(None)).agree("write the checkpoint", failure or [])
 
 
 def load_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimizer) -> int:
@@ -158,7 +158,7 @@ def load_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Opti
         facts = [f"step {saved['step']}"]
     except Exception as error:
         facts = error
-    agree(as_collectives(None), "read the checkpoint", facts)
+    Agreement(as_collectives(None)).agree("read the checkpoint", facts)
     if config.recipe.stage == 3:
         stage_3.load_whole(model, optimizer, saved["model"], saved["optimizer"])
     else:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_ref.comm.agreement import agree, agreement
+from zero_ref.comm.agreement import Agreement
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives
 from zero_ref.comm.process_group import ProcessGroupCollectives, global_ranks
@@ -63,7 +63,7 @@ class ModelAverager:
         # A level of the schedule may name all ranks by their number, or by None.
         self.group_of: dict[int | None, Collectives] = {None: self.collectives, world_size: self.collectives}
         smaller = [size for size in schedule.group_sizes if size < world_size]
-        with agreement(self.collectives, "construct the averager") as facts:
+        with Agreement(self.collectives).preparing("construct the averager") as facts:
             facts.append(repr(schedule))
             schedule.check_fits(world_size)
             if smaller and not isinstance(self.collectives, ProcessGroupCollectives):
@@ -188,7 +188,7 @@ def _make_schedule(
         schedule = rule(periods, warmup_steps=warmup_steps, gradient_group=gradient_group)
     except (TypeError, ValueError) as error:
         # The other ranks wait in the agreement of ModelAverager's constructor. This one is its counterpart.
-        agree(as_collectives(process_group), "construct the averager", error)
+        Agreement(as_collectives(process_group)).agree("construct the averager", error)
         raise
     if schedule.levels[-1].period == 1:
         warnings.warn(
@@ -240,7 +240,7 @@ def _average(comm: Collectives, params: Iterable[Any], step: int) -> None:
     if comm.world_size == 1:
         return
     # 1. Agree: an all-reduce of different tensors would hang or mix them.
-    with agreement(comm, f"average the parameters after its step {step}") as facts:
+    with Agreement(comm).preparing(f"average the parameters after its step {step}") as facts:
         trainable = _trainable(params)
         facts += [f"parameter {number}: {tuple(p.shape)} {p.dtype}" for number, p in enumerate(trainable)]
     # 2. Average the parameters of each device as one flat tensor: one call, however many parameters.

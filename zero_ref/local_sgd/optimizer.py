@@ -28,7 +28,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from zero_ref.comm import devices
-from zero_ref.comm.agreement import agree
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.objects import gather_texts
 from zero_ref.comm.process_group import ProcessGroupCollectives
@@ -382,7 +381,7 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
         sums = [None if param.grad is None else param.grad.double().sum().item() for param in trained]
         facts = [f"gradient of parameter {number}: sum {total}" for number, total in enumerate(sums)]
         try:
-            agree(zero.collectives, "share the update of the same gradients", facts)
+            zero.accord.agree("share the update of the same gradients", facts)
         except ValueError as error:
             raise ValueError(
                 f"rank {zero.rank}: after the warm-up the {zero.world_size} ranks of this "

@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
-from zero_ref.comm.agreement import Fact, agreement
+from zero_ref.comm.agreement import Agreement, Fact
 from zero_ref.comm.collectives import Alarm, Collectives
 from zero_ref.optimizer.start_values import compare_start_values
 from zero_ref.plan.calls import CHECK
@@ -40,7 +40,7 @@ LOAD = (
 )
 
 
-class Accord:
+class Accord(Agreement):
     """The agreements of one optimizer after its construction.
 
     Args:
@@ -60,7 +60,8 @@ class Accord:
     """
 
     def __init__(self, comm: Collectives, alarm: Alarm | None, what: str) -> None:
-        self.comm, self.alarm, self.what = comm, alarm, what
+        super().__init__(comm)
+        self.alarm, self.what = alarm, what
         self.updates = 0
         self.lost: dict[int, str] = {}
         self.uncertain = ""
@@ -109,7 +110,7 @@ class Accord:
         compares = not alone and (anyway or update & self.updates == 0)  # n & (n - 1) is 0 for powers of 2
         if compares:
             action = f"{action} update {update} of {self.what}"
-            with agreement(self.comm, action, CHECK, self.replicas) as found:
+            with self.preparing(action, CHECK, self.replicas) as found:
                 found += facts()
         return compares
 

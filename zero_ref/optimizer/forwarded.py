@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from zero_ref.comm.agreement import agree, agreement
 from zero_ref.comm.objects import gather_bytes
 from zero_ref.optimizer.zero import Zero
 from zero_ref.shard.buckets import broadcast_messages, messages_by_parameter, messages_within
@@ -82,7 +81,7 @@ def call_on_all(zero: Zero, name: str) -> Any:
     # 1. All ranks are about to call the same method with the same options.
     built, comm, shard = zero.current(), zero.collectives, zero.shard
     action = f"call {name}() of {zero.accord.what}"
-    with agreement(comm, action) as facts:
+    with zero.accord.preparing(action) as facts:
         facts += zero.standing_facts()
 
     # 2. Each rank calls the method on its own slices. An error is kept until all ranks know of it.
@@ -105,7 +104,7 @@ def call_on_all(zero: Zero, name: str) -> Any:
         # If it raised on all ranks, the unsharded optimizer would have raised, too.
         if len(failed) < comm.world_size:
             zero.accord.note_partial_call(f"{name}()", failed)
-        agree(comm, action, failure or [])
+        zero.accord.agree(action, failure or [])
     return result
 
 

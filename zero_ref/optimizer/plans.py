@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zero_ref.comm.agreement import agree, agreement
 from zero_ref.optimizer.zero import Zero
 from zero_ref.plan.choice import loads_under, plan_partition
 from zero_ref.plan.partition import ParamSpec, Partition
@@ -85,9 +84,9 @@ def follow_parameters(zero: Zero) -> None:
     # not: ranks that send different parameters would overwrite each other's memory, or abort in Gloo.
     specs, before = _specs(zero), zero.built.specs
     if [spec.trainable for spec in specs] != [spec.trainable for spec in before]:
-        agree(zero.collectives, "change which parameters are trained", keeps_views or _kinds(zero, specs))
+        zero.accord.agree("change which parameters are trained", keeps_views or _kinds(zero, specs))
     elif [spec.dtype for spec in specs] != [spec.dtype for spec in before]:
-        agree(zero.collectives, "cast parameters", keeps_views or _kinds(zero, specs))
+        zero.accord.agree("cast parameters", keeps_views or _kinds(zero, specs))
     if keeps_views is not None:
         raise keeps_views
 
@@ -115,7 +114,7 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
     given = options_of(param_group) if isinstance(param_group, dict) else {}  # torch raises below
     count, known, optim = len(zero.param_groups), len(built.params), shard.optim
     try:
-        with agreement(zero.collectives, "add a parameter group") as facts:
+        with zero.accord.preparing("add a parameter group") as facts:
             # 1. Check the group, and list it with the others.
             if registered.options.parameters_as_bucket_view:
                 shard.check_keeps_no_views("add a parameter group")
@@ -165,7 +164,7 @@ def change_owners(zero: Zero, partition: Partition) -> None:
     built, shard, registered = zero.built, zero.shard, zero.registered
 
     # 2. Check and compare the new owners. Nothing is changed yet.
-    with agreement(zero.collectives, action) as facts:
+    with zero.accord.preparing(action) as facts:
         shard.check_keeps_no_views(action)
         specs = registered.specs_for(partition, zero.param_groups)
         check_can_be_sharded(registered.options.optimizer_class, partition, built.params, specs)

@@ -24,7 +24,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from zero_ref.comm.agreement import agreement, facts_of_fields
+from zero_ref.comm.agreement import Agreement, facts_of_fields
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.optimizer import join, plans
@@ -155,7 +155,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # 1. Plan and check, without sending parameters. If one rank cannot construct its part, all ranks
         # raise.
         number = number_on(self.process_group)
-        with agreement(self.collectives, "construct the optimizer") as facts:
+        with Agreement(self.collectives).preparing("construct the optimizer") as facts:
             options = self.make_options(
                 optimizer_class=optimizer_class,
                 parameters_as_bucket_view=parameters_as_bucket_view,

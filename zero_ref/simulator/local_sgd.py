@@ -19,7 +19,7 @@ from zero_ref.simulator.operations import (
 from zero_ref.simulator.strategy import Strategy
 
 AGREEMENT_BYTES = 32
-"""Bytes that each rank passes in where ranks agree on what comes next: `zero_ref.comm.agreement.agree`."""
+"""Bytes that each rank passes in where ranks agree on what comes next: `zero_ref.comm.agreement`."""
 
 
 class LocalSGD(Strategy):

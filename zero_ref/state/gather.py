@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from zero_ref.comm.agreement import agreement
+from zero_ref.comm.agreement import Agreement
 from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.comm.devices import CPU
 from zero_ref.comm.objects import broadcast_json, exchange_json
@@ -48,7 +48,7 @@ def consolidate(
     # 2. Allocate all memory before the first tensor is sent: from then on, other ranks wait for this one.
     whole: State = {}
     places: dict[int, list[torch.Tensor]] = {}  # by owner: where its tensors go, as 1-D views of `whole`
-    with agreement(comm, "make room for the optimizer state"):
+    with Agreement(comm).preparing("make room for the optimizer state"):
         if to in ("all", comm.rank):
             places = {
                 owner: _allocate(whole, of_owner, params) for owner, of_owner in entries_of_owner.items()
@@ -71,7 +71,7 @@ def consolidate(
         work.wait()
 
     # 4. All calls are complete: ranks learn whether every rank has its tensors.
-    with agreement(comm, "consolidate the optimizer state"):
+    with Agreement(comm).preparing("consolidate the optimizer state"):
         if failures:
             raise failures[0]
     return whole if places else None

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.optim import Optimizer
 
-from zero_ref.comm.agreement import RanksLostError, agreement
+from zero_ref.comm.agreement import RanksLostError
 from zero_ref.comm.collectives import Collectives
 from zero_ref.shard.built import Built
 from zero_ref.shard.groups import ParamGroup, params_of, replace_options
@@ -54,6 +54,7 @@ class Accord(Protocol):
 
     @property
     def updates(self) -> int: ...
+    def preparing(self, action: str) -> contextlib.AbstractContextManager[list[str]]: ...
     def note_cut_off(self, action: str) -> None: ...
     def note_loaded(self, rounded: int) -> None: ...
 
@@ -119,7 +120,7 @@ class WholeState:
         """Gather the state onto rank `to`, or onto all: `ZeroRedundancyOptimizer.consolidate_state_dict`."""
         zero, world_size = self.zero, self.zero.collectives.world_size
         built = zero.current()
-        with agreement(zero.collectives, "consolidate the optimizer state") as facts:
+        with zero.accord.preparing("consolidate the optimizer state") as facts:
             facts += [f"to={to}", *zero.standing_facts()]
             if to != "all" and not (isinstance(to, int) and 0 <= to < world_size):
                 raise ValueError(
@@ -248,7 +249,7 @@ class WholeState:
 
     @contextlib.contextmanager
     def loading(self, action: str) -> Iterator[list[str]]:
-        """An `agreement` around code that loads the shard; if any rank raises, no shard is changed.
+        """A context around code that loads the shard; if any rank raises, no shard is changed.
 
         If the network fails during the agreement, other ranks may have loaded the state and this rank has
         not. This rank then refuses to step.
@@ -260,7 +261,7 @@ class WholeState:
         # have them on some ranks only.
         defaults = dict(optim.defaults)
         try:
-            with agreement(zero.collectives, action) as facts:
+            with zero.accord.preparing(action) as facts:
                 yield facts  # 2. The caller loads, and ranks agree that all of them could.
                 facts += zero.shard.facts_of_options(optim.param_groups)
         except BaseException as error:
