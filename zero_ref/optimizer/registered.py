@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from zero_ref.comm.agreement import MAY_DIFFER
+from zero_ref.comm.agreement import MAY_DIFFER, facts_of_fields
 from zero_ref.plan.choice import Choice, may_cut
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.shard.checks import check_is_class, check_master_dtype, stays_whole
@@ -61,6 +62,11 @@ class Options:
                 "overlap_with_ddp=True, as backward then sends new parameters in their own dtype. Leave out "
                 "one of the two."
             )
+
+    @cached_property
+    def facts(self) -> list[str]:
+        """A line for each option that must be equal on all ranks."""
+        return facts_of_fields(self)
 
 
 @dataclass

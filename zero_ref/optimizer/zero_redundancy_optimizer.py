@@ -24,7 +24,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from zero_ref.comm.agreement import Agreement, facts_of_fields
+from zero_ref.comm.agreement import Agreement
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.optimizer import join, plans
@@ -184,7 +184,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             replace_options(self.optim.param_groups, self.param_groups)
             facts += [
                 f"optimizer {number} of the group",
-                *facts_of_fields(options),
+                *options.facts,
                 *facts_of(self.param_groups, self.built.specs, self.partition),
             ]
 
@@ -589,7 +589,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """The facts that must be equal on all ranks at any time."""
         return [
             *self.accord.facts(),
-            *facts_of_fields(self.registered.options),
+            *self.registered.options.facts,
             *self.shard.facts_of_options(self.param_groups),
         ]
 
