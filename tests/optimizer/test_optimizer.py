@@ -693,6 +693,19 @@ def test_memory_that_cannot_be_sharded_is_refused() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "convert", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_mkldnn]
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_a_parameter_that_is_not_dense_is_refused_by_its_layout(convert: Any) -> None:
+    param = nn.Parameter(convert(torch.eye(4)))
+    each_rank_raises(
+        lambda comm: zero(comm, [nn.Parameter(torch.ones(1)), param]),
+        ValueError,
+        f"parameter 1 has the layout {param.layout}",
+    )
+
+
 def test_two_parameters_on_the_same_memory_are_refused() -> None:
     whole = nn.Parameter(torch.ones(10))
     same = nn.Parameter(whole.data.view(2, 5))

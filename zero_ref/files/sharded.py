@@ -346,7 +346,6 @@ def _read_newest(
         except DamagedError as error:
             # An older save may be intact.
             skipped[folder.name] = str(error)
-            optimizer.saves.damaged.add(folder)
             continue
         if skipped:
             reasons = "; ".join(skipped.values())

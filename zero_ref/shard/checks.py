@@ -100,8 +100,8 @@ def check_can_be_sharded(
     Args:
         optimizer_class: the class of the local optimizer.
     Raises:
-        ValueError: a parameter is split whose optimizer may use shapes; a parameter has gaps in memory,
-            shares memory with another, or is sharded already (a DTensor).
+        ValueError: a parameter is split whose optimizer may use shapes; a parameter is sparse, has gaps in
+            memory, shares memory with another, or is sharded already (a DTensor).
     """
     # 1. A parameter whose optimizer uses its shape has one owner.
     for number, (spec, pieces) in enumerate(zip(specs, partition.pieces_of_param, strict=True)):
@@ -115,6 +115,12 @@ def check_can_be_sharded(
     # 2. Each rank has all elements of each parameter, and they fill a range of memory that can be cut.
     for number, param in enumerate(params):
         _check_is_held_whole(specs, number, param)
+        if param.layout != torch.strided:
+            raise ValueError(
+                f"parameter {name_of(specs, number)} has the layout {param.layout}, in which elements have "
+                "no fixed places in memory for a rank to own. Make it dense by to_dense(); its gradient may "
+                "be sparse."
+            )
         try:
             param.is_contiguous() or flat_view(param.detach())  # raises if there are gaps
         except ValueError as error:
