@@ -35,6 +35,8 @@ SET = {
     "NO_PROXY": "localhost,127.0.0.1,::1",
     # A time-out is there in case something hangs. On a busy machine all takes long, and nothing hangs.
     "ZERO_REF_PATIENCE": "10",
+    # Tensors here are small: threads of torch would spin between two of its calls, beside other tests.
+    "OMP_NUM_THREADS": "1",
 }
 # Programs neither write to the home folder nor read settings there. Jupyter's runtime folder is in its data
 # folder.

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from zero_ref import cli, doctor
+from zero_ref.doctor import causes
 from zero_ref.doctor.causes import MISTAKES, Causes, variants_for
 from zero_ref.doctor.compare import Where, bounds_of, first_departure
-from zero_ref.doctor.diagnose import NOISY_RUNS, plain_maker, shape_for
+from zero_ref.doctor.diagnose import NOISY_RUNS, _Doctor, plain_maker, shape_for
 from zero_ref.doctor.files import InFile, imported, options_from
-from zero_ref.doctor.mistake import Patient, explains
+from zero_ref.doctor.mistake import Mistake, Patient, explains
 from zero_ref.doctor.model import Model, Shape, batch_for, layers_of
-from zero_ref.doctor.on_rank import Case, added_options, is_deliberate
+from zero_ref.doctor.on_rank import Case, Refused, added_options, is_deliberate
 from zero_ref.doctor.plain import Noise, PlainLoop
 from zero_ref.doctor.program import as_program
 from zero_ref.doctor.report import Departure, NotTried, Raised, Report
@@ -117,6 +118,31 @@ def test_one_wrong_element_on_one_rank_is_named():
     assert (place.parameter, place.rank, place.start, place.stop) == ("second.weight", 1, 7, 8)
     assert place.ulps > 1000 * place.allowed_ulps
     assert Causes().of(patient) == ()
+
+
+def test_of_several_explanations_those_that_suppose_least_are_named(monkeypatch):
+    supposed = {"most": 3, "least": 1, "as little": 1, "nothing": None}
+    variants = [(says, (Mistake, {"says": says})) for says in supposed]
+    monkeypatch.setattr(causes, "variants_for", lambda patient: variants)
+    monkeypatch.setattr(causes, "gives", lambda patient, variant: supposed[variant[1]["says"]])
+    assert Causes().mistakes(None) == ("least", "as little")
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "divisor"), [("plain", (2, 2), 2), ("another world size", (2, 3), 6)]
+)
+def test_targets_can_be_divided_by_the_number_of_ranks_before_a_load_and_after(
+    monkeypatch, name, ranks, divisor
+):
+    class Refusing(_Doctor):
+        def play(self, case, *ranks):
+            played.append((ranks, case.data_ranks))
+            return Refused("as far as this test goes")
+
+    played = []
+    patient = Refusing(case_of("plain"), make, (2, 3), False, None, 1.0, False)
+    patient.examine(case_of(name).trial, 2)
+    assert played == [(ranks, divisor)]
 
 
 TRIAL_OF = {

@@ -489,6 +489,7 @@ def test_a_rank_has_torchruns_variables_and_one_thread(monkeypatch: pytest.Monke
 
     monkeypatch.setenv("MASTER_PORT", "29500")  # of the launcher that started the caller
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "another0")  # would not do: there is no such interface
+    gloo(lambda: torch.set_num_threads(2), 2)
     expected = (1, "gloo", torch.device("cpu"))
     assert gloo(look, 2) == [([rank, rank, "2", "2"], *expected) for rank in ("0", "1")]
 

@@ -240,10 +240,19 @@ def test_a_method_alone_makes_no_masters_into_state() -> None:
     assert virtual.run(on_rank, 2) == [{}, {}]
 
 
-def test_a_gathered_state_is_not_given_out_after_a_method_may_have_changed_it() -> None:
+class Noting(Free):
+    """Its method writes state, and no parameter."""
+
+    def eval(self) -> None:
+        for state in self.state.values():
+            state["z"].add_(1)
+
+
+@pytest.mark.parametrize("optimizer_class", [Free, Noting])
+def test_a_gathered_state_is_not_given_out_after_a_method_may_have_changed_it(optimizer_class: Any) -> None:
     def on_rank(comm: Collectives) -> str:
         params = params_of_ones()
-        optimizer: Any = ZeroRedundancyOptimizer(params, Free, comm)
+        optimizer: Any = ZeroRedundancyOptimizer(params, optimizer_class, comm)
         optimizer.train()
         update(params, optimizer)
         optimizer.consolidate_state_dict("all")
@@ -258,7 +267,7 @@ def test_the_trainers_callback_gathers_again_after_an_evaluation_that_switches()
     callback = consolidation_callback()
     arguments = SimpleNamespace(save_only_model=False, save_on_each_node=True, save_strategy="steps")
 
-    def on_rank(comm: Collectives, optimizer_class: Any) -> bool:
+    def on_rank(comm: Collectives, optimizer_class: Any, saves: bool = True) -> bool:
         params = params_of_ones()
         optimizer: Any = ZeroRedundancyOptimizer(params, optimizer_class, comm, lr=0.1)
         if optimizer_class is Free:
@@ -270,11 +279,14 @@ def test_the_trainers_callback_gathers_again_after_an_evaluation_that_switches()
         if optimizer_class is Free:
             optimizer.eval()
         comm.observers.append(calls.append)
+        control = SimpleNamespace(should_save=saves)
         callback.on_evaluate(arguments, None, control, optimizer=optimizer)  # type: ignore[arg-type]
-        optimizer.state_dict()
+        if saves:
+            optimizer.state_dict()
         return bool(calls)
 
     assert virtual.run(on_rank, 2, Free) == [True, True]
+    assert virtual.run(on_rank, 2, Free, False) == [False, False]
     assert virtual.run(on_rank, 2, optim.SGD) == [False, False]
 
 
@@ -433,8 +445,8 @@ def test_an_optimizer_that_gives_parameters_other_memory_trains_as_plain() -> No
     assert_trains_as_plain(steps, Rebinding, world_sizes=[3], modes=FEW_MODES, lr=0.1)
 
 
-def test_a_call_that_writes_nothing_sends_only_short_messages() -> None:
-    def on_rank(comm: Collectives) -> list[list[tuple[str, int]]]:
+def test_a_call_that_writes_nothing_sends_only_short_messages_and_changes_no_version() -> None:
+    def on_rank(comm: Collectives) -> list[tuple[list[tuple[str, int]], list[bool]]]:
         params = params_of_ones(2, 6)
         optimizer: Any = ZeroRedundancyOptimizer(params, Free, comm)
         sent = []
@@ -444,14 +456,16 @@ def test_a_call_that_writes_nothing_sends_only_short_messages() -> None:
         for switch in (optimizer.train, optimizer.eval, optimizer.eval):
             calls: list[Any] = []
             comm.observers.append(calls.append)
+            versions = [param._version for param in params]
             switch()
-            sent.append([(call.op, call.nbytes) for call in calls])
+            changed = [param._version > version for param, version in zip(params, versions)]
+            sent.append(([(call.op, call.nbytes) for call in calls], changed))
             comm.observers.remove(calls.append)
         return sent
 
     for idle, switched, again in virtual.run(on_rank, 2):
-        assert idle == again == [("all_gather", 32), ("all_gather", 3)]
-        assert switched == [*idle, ("broadcast", 24), ("broadcast", 24)]
+        assert idle == again == ([("all_gather", 32), ("all_gather", 3)], [False, False])
+        assert switched == ([*idle[0], ("broadcast", 24), ("broadcast", 24)], [True, True])
 
 
 # ------------------------------------------------------------------------------------------------- mistakes
@@ -491,6 +505,16 @@ def test_a_rank_that_switches_while_another_steps_raises_on_both() -> None:
     for message in virtual.run(on_rank, 2):
         assert "call eval() of optimizer 0 (Free)" in message
         assert "make update 1 of optimizer 0" in message
+
+
+def test_a_method_that_raises_on_all_ranks_stops_none() -> None:
+    def on_rank(comm: Collectives) -> list[str]:
+        params = params_of_ones(2)
+        optimizer: Any = ZeroRedundancyOptimizer(params, Failing, comm)
+        optimizer.train()
+        return [caught(optimizer.eval), caught(lambda: update(params, optimizer))]
+
+    assert virtual.run(on_rank, 2) == [["ValueError: no", "nothing"]] * 2
 
 
 def test_a_method_that_raises_on_one_rank_stops_all(tmp_path: Path) -> None:

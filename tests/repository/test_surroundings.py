@@ -49,7 +49,11 @@ def test_what_was_inherited_is_put_right() -> None:
     )
     assert "KeyboardInterrupt" in done.stderr, "Ctrl-C interrupts"
     found, umask, (files, most), zone, blocked = json.loads(done.stdout)
-    assert {name: found[name] for name in INHERITED if name in found} == {"LC_ALL": "C.UTF-8", "TZ": "UTC"}
+    assert {name: found[name] for name in INHERITED if name in found} == {
+        "OMP_NUM_THREADS": "1",
+        "LC_ALL": "C.UTF-8",
+        "TZ": "UTC",
+    }
     assert (umask, zone, blocked) == (0o022, "UTC", [])
     assert files == min(4096, most) or most == -1
 

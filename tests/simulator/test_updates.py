@@ -20,7 +20,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "amsgrad": {"amsgrad": True},
     "centered": {"centered": True},
 }
-MANY, NUMEL = 100, 1000
+MANY, NUMEL = 20, 1000
 """Tensors of so many elements."""
 
 
@@ -46,7 +46,7 @@ def test_the_kernels_are_those_that_torch_calls(name: str) -> None:
     assert foreach.touched / whole == FOREACH[name].touched
     assert one_by_one.touched / whole == FOR_LOOP[name].touched
     # Beside the copies: scalars, and of Rprop masks of single tensors.
-    assert FOREACH[name].copies * whole <= foreach.peak <= (FOREACH[name].copies + 0.02) * whole
+    assert 0 <= foreach.peak - FOREACH[name].copies * whole <= 2 * 4 * NUMEL
     assert one_by_one.peak == pytest.approx(FOR_LOOP[name].copies * 4 * NUMEL, abs=16)
 
 
