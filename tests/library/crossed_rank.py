@@ -37,6 +37,7 @@ from zero_ref.plan.partition import Slice
 from zero_ref.plan.rules import equal_shares
 from zero_ref.shard import offload
 from zero_ref.shard.buckets import flat_like, flat_view
+from zero_ref.shard.stepper import GradientSource
 
 offload.PIECE_NBYTES, offload.SMALL_NBYTES = 2**10, 2**8  # so that these small shards have several pieces
 
@@ -191,17 +192,14 @@ class Rank:
 
     def check_gradients(self) -> None:
         """Owners have the gradients of the unsharded loop; without gradients to owners, all ranks have."""
-        parts = self.zero.backward.gradients.parts
-        for piece, param, *_ in self.zero.shard.owned:
-            plain = self.loop.gradients[piece.param]
-            is_whole = piece.numel == param.numel()
-            ours = param.grad if parts is None or is_whole else parts.get(piece)
+        source = GradientSource(in_slices=self.zero.backward.gradients.in_slices)
+        for own in self.zero.shard.owned:
+            piece, param = own.piece, own.param
+            plain, ours = self.loop.gradients[piece.param], source.of_slice(own)
             assert (ours is None) == (plain is None), f"gradient of {piece}: {ours} and not {plain}"
             if ours is not None and plain is not None:
                 assert ours.dtype == plain.dtype
-                plain = flat_like(plain, param)[piece.start : piece.stop]
-                if parts is None or is_whole:
-                    ours = flat_like(ours, param)[piece.start : piece.stop]
+                plain, ours = flat_like(plain, param)[piece.start : piece.stop], flat_like(ours, own.leaf)
                 assert torch.equal(ours, plain), f"gradient of {piece}: {self.describe(ours, plain)}"
 
     def check_state(self) -> Any:
@@ -295,7 +293,8 @@ class Rank:
         if norm_type is None or (norm_type > 3 and not all(grad.numel() for grad in gradients)):
             return  # torch knows no greatest of nothing
         max_norm = rng.choice([1.0, 16.0, 2.0**20])
-        if rng.random() < 0.3:
+        found = not self.zero.built.cut or not self.zero.backward.gradients.in_slices
+        if rng.random() < 0.3 and found:
             ours = grad_norm.get_total_norm(self.zero, norm_type)
             clip_grads_with_norm_(self.model.parameters(), max_norm, ours)
         else:

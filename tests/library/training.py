@@ -331,16 +331,15 @@ def assert_state_dicts_equal(ours: dict[str, Any], plain: dict[str, Any]) -> Non
 
 def owned_gradients(zero: ZeroRedundancyOptimizer) -> dict[Slice, torch.Tensor]:
     """This rank's gradients by slice, 1-D in memory order."""
-    parts = zero.backward.gradients.parts
+    in_slices = zero.backward.gradients.in_slices
     found = {}
-    for piece, param, *_ in zero.shard.owned:
-        whole = piece.numel == param.numel()
-        if parts is not None and not whole:
-            assert param.grad is None or not param.grad.any()
-            if piece in parts:
-                found[piece] = parts[piece].clone()
-        elif param.grad is not None:
-            found[piece] = flat_view(param.grad)[piece.start : piece.stop].clone()
+    for own in zero.shard.owned:
+        if in_slices and not own.is_whole:
+            assert own.param.grad is None or not own.param.grad.any()
+            if own.leaf.grad is not None:
+                found[own.piece] = own.leaf.grad.clone()
+        elif own.param.grad is not None:
+            found[own.piece] = flat_view(own.param.grad)[own.piece.start : own.piece.stop].clone()
     return found
 
 

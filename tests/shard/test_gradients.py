@@ -33,7 +33,7 @@ def updated(**options: Any) -> tuple[Backward, nn.Linear, optim.SGD]:
 
 
 def end_on_owners(state: Backward, params: list[nn.Parameter], scaled: bool = False) -> None:
-    state.end_on_owners(params, frozenset(), scaled=scaled, may_change=False)
+    state.end_on_owners(params, scaled=scaled, may_change=False)
 
 
 def test_an_update_counts_for_one_step() -> None:

@@ -74,59 +74,45 @@ class OwnedGradient:
         self.dtype, self.device, self.memory = like.dtype, like.device, memory
         self.gradient: torch.Tensor | None = None
 
-    def new(self) -> torch.Tensor:
-        """Memory for `gradient`, with any values."""
-        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
-
-    def take_over(self, left: Mapping[Slice, torch.Tensor], flat: torch.Tensor | None) -> None:
-        """Go on from what earlier backwards have left.
+    def take_over(self, left: Mapping[Slice, torch.Tensor]) -> None:
+        """Go on from the averages that earlier backwards have left.
 
         Args:
-            left: by slice, their averages.
-            flat: the memory of these, if this bucket has made it.
+            left: the averages by slice, (numel,) each.
         """
         if not left:
             return
-        self.gradient = self.new().zero_() if flat is None else flat
+        # Averages that still lie where such a bucket has put them are added to in place.
+        places = dict(self.pieces)
+        flat = next(iter(left.values()))._base  # of which they are views
+        fits = flat is not None and (flat.shape, flat.dtype) == ((self.numel,), self.dtype)
+        stay = fits and all(
+            part._base is flat and part.storage_offset() == places[piece] for piece, part in left.items()
+        )
+        if flat is None or not stay:
+            flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
         for piece, place in self.pieces:
-            window = self.gradient[place : place + piece.numel]
+            window = flat[place : place + piece.numel]
             if piece not in left:
                 window.zero_()
-            elif window.data_ptr() != left[piece].data_ptr():
+            elif not stay:
                 window.copy_(left[piece])
+        self.gradient = flat
 
     def receiver(self, dtype: torch.dtype) -> torch.Tensor:
         """Memory for this rank's part of one reduction, which becomes `gradient` if there is none yet."""
         if self.gradient is None and dtype == self.dtype:
-            return self.new()
+            return torch.empty(self.numel, dtype=dtype, device=self.device)
         return self.memory.borrow(self.numel, dtype, self.device)[: self.numel]
 
     def add(self, part: torch.Tensor) -> None:
         """Add the averages of one reduction."""
-        if self.gradient is None and part.dtype == self.dtype:
-            self.gradient = part
-            return
         if self.gradient is None:
-            self.gradient = self.new().copy_(part)
+            self.gradient = part.to(self.dtype)  # `part` itself, unless it was sent in another dtype
         else:
             self.gradient.add_(part)
-        self.memory.give_back([part])
-
-    def windows(self, params: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """For each of this rank's slices its window of `gradient`.
-
-        Args:
-            params: by number. Of a whole parameter the window has the shape and the strides.
-        """
-        flat = self.gradient
-        assert flat is not None
-        windows = []
-        for (number, start, stop), place in self.pieces:
-            param = params[number]
-            whole = stop - start == param.numel()
-            size, stride = (param.size(), param.stride()) if whole else ((stop - start,), (1,))
-            windows.append(flat.as_strided(size, stride, place))
-        return windows
+        if part is not self.gradient:
+            self.memory.give_back([part])
 
 
 class GradientBucket:

@@ -398,7 +398,7 @@ class OwnerReduction:
         keep_one_to_watch(zero, kept)
         if self.scaled:
             share_infinities(zero.collectives, gradients_of(kept))
-        zero.backward.end_on_owners(kept, used, self.scaled, self.may_change)
+        zero.backward.end_on_owners(kept, scaled=self.scaled, may_change=self.may_change, used=used)
 
     def _zero_parts_of_others(self, zero: ZeroRedundancyOptimizer) -> None:
         """Set the parts of cut parameters' gradients that other ranks own to zero."""
@@ -409,7 +409,7 @@ class OwnerReduction:
 
 
 def keep_one_to_watch(
-    zero: ZeroRedundancyOptimizer, kept: dict[torch.Tensor, None], *, parts_apart: bool = False
+    zero: ZeroRedundancyOptimizer, kept: dict[torch.Tensor, None], *, cut_in_slices: bool = False
 ) -> None:
     """Add a parameter with a gradient of zeros to those in `kept`, if none of them has a gradient.
 
@@ -418,22 +418,22 @@ def keep_one_to_watch(
 
     Args:
         kept: the parameters whose gradients this rank keeps.
-        parts_apart: parts of a gradient are not in `.grad`. A step then takes only whole gradients from
-            there, so a parameter of which this rank owns a part may be added, too.
+        cut_in_slices: gradients of parameters that are cut are in the slices' own `.grad`, where a step takes
+            them, so a parameter of which this rank owns a slice may be added, too.
     """
     for param in kept:
         if param.grad is not None and param.numel():
             return
-    smallest = _smallest_not_stepped(zero, parts_apart)
+    smallest = _smallest_not_stepped(zero, cut_in_slices)
     if smallest is not None:
         smallest.grad = torch.zeros_like(smallest, requires_grad=False)
         kept[smallest] = None
 
 
-def _smallest_not_stepped(zero: ZeroRedundancyOptimizer, parts_apart: bool) -> torch.Tensor | None:
+def _smallest_not_stepped(zero: ZeroRedundancyOptimizer, cut_in_slices: bool) -> torch.Tensor | None:
     """Find the smallest trained parameter that this rank does not step, if possible one that others own."""
     mine = {own.param for own in zero.shard.owned}
-    stepped = {own.param for own in zero.shard.owned if own.is_whole or not parts_apart}
+    stepped = {own.param for own in zero.shard.owned if own.is_whole or not cut_in_slices}
     others = [p for p in zero.built.params if p.requires_grad and p.numel() and p not in stepped]
     return min(others, key=lambda param: (param in mine, param.numel()), default=None)
 

@@ -8,7 +8,6 @@ when backward is over gives this rank the averages of what it owns, and nothing 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +22,8 @@ from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.partition import Slice
 from zero_ref.shard.buckets import flat_like
 from zero_ref.shard.built import Built
+from zero_ref.shard.owned import OwnedSlice
+from zero_ref.shard.stepper import GradientSource
 
 
 @dataclass(eq=False)
@@ -31,13 +32,11 @@ class RunningBackward:
 
     Attributes:
         before: this rank's slices to whose gradients the backward adds.
-        of_frozen: gradients of slices that are not trained now, which stay as they are.
         unused: the numbers of the parameters that had no gradient on this rank.
         under_way: the reductions that were started, the latest first.
     """
 
     before: set[Slice] = field(default_factory=set)
-    of_frozen: dict[Slice, torch.Tensor] = field(default_factory=dict)
     unused: set[int] = field(default_factory=set)
     under_way: list[Phases] = field(default_factory=list)
 
@@ -70,10 +69,12 @@ class ShardReduction:
     ) -> None:
         self.zero, self.options, self.replicas = zero, options, replicas
         self.comm = _apart_from(zero.collectives)
-        # Are parts of a parameter's gradient in `.grad`, with zeros where other ranks own the rest, or apart?
-        self._in_grad = options.scaled or options.may_change
+        # Are gradients of parameters that are cut in the slices' own `.grad`, or in the parameters', with
+        # zeros where other ranks own the rest?
+        self._in_slices = not (options.scaled or options.may_change)
         self.buckets: list[GradientBucket] = []
         self.bucket_of: dict[int, GradientBucket] = {}
+        self._own: dict[Slice, OwnedSlice] = {}
         self._memory = Memory()
         self._planned_for: Built | None = None
         self._running: RunningBackward | None = None
@@ -90,6 +91,7 @@ class ShardReduction:
             buckets.append(kind(plan, params, dtype, self.comm, self.replicas, self._memory))
         self._planned_for, self.buckets = built, buckets
         self.bucket_of = {number: bucket for bucket in buckets for number in bucket.params}
+        self._own = {own.piece: own for own in self.zero.shard.owned}
 
     # ------------------------------------------------------------------------------------------- a backward
 
@@ -124,37 +126,29 @@ class ShardReduction:
         for bucket in self.buckets:
             bucket.reset()
         if gradients.versions is not None:  # else no rank has averages, only gradients of its own
-            running.of_frozen, running.before = self._put_aside(gradients.parts, gradients.flats)
+            running.before = self._put_aside(GradientSource(in_slices=gradients.in_slices))
 
-    def _put_aside(
-        self, parts: Mapping[Slice, torch.Tensor] | None, flats: Mapping[GradientBucket, torch.Tensor]
-    ) -> tuple[dict[Slice, torch.Tensor], set[Slice]]:
+    def _put_aside(self, source: GradientSource) -> set[Slice]:
         """Take the averages that earlier backwards have left, so that `.grad` gets only new gradients.
 
         Args:
-            parts: averages of slices of parameters that are cut; None where `.grad` has them.
-            flats: the memory of averages, by the bucket that made them.
+            source: the places of the averages.
         Returns:
-            The averages that belong to no bucket, and the slices of which there are averages.
+            The slices of which there are averages.
         """
         before: set[Slice] = set()
         for bucket in self.buckets:
             left: dict[Slice, torch.Tensor] = {}
             for piece, _ in bucket.own.pieces:
-                param = bucket.params[piece.param]
-                if parts is not None and piece.numel != param.numel():
-                    if piece in parts:
-                        left[piece] = parts[piece]
-                elif param.grad is not None:
-                    left[piece] = flat_like(param.grad, param)[piece.start : piece.stop]
+                own = self._own[piece]
+                if (part := source.of_slice(own)) is not None:
+                    left[piece] = flat_like(part, own.leaf)
+                own.leaf.grad = None
             for param in bucket.params.values():
                 param.grad = None
-            bucket.own.take_over(left, flats.get(bucket))
+            bucket.own.take_over(left)
             before |= left.keys()
-        of_frozen = {
-            piece: part for piece, part in (parts or {}).items() if piece.param not in self.bucket_of
-        }
-        return of_frozen, before
+        return before
 
     def take(self, number: int, param: torch.Tensor) -> None:
         """Move a complete gradient to its bucket."""
@@ -229,40 +223,37 @@ class ShardReduction:
         assert running is not None
         running.wait()
         nowhere = self._used_nowhere(running.unused)
-        # 2. Give each slice its average: in `.grad`, or beside it for a part of a parameter.
-        parts = running.of_frozen  # by slice, what is not in `.grad`
-        flats: dict[GradientBucket, torch.Tensor] = {}
+        # 2. Give each slice its average.
         watched: dict[torch.Tensor, None] = {}
-        used: set[int] = set()
         for bucket in self.buckets:
             flat = bucket.own.gradient
             if flat is None:
                 continue
-            flats[bucket] = flat
-            for (piece, _), window in zip(bucket.own.pieces, bucket.own.windows(bucket.params)):
-                number, start, stop = piece
-                if number in nowhere and piece not in running.before:
+            for piece, place in bucket.own.pieces:
+                if piece.param in nowhere and piece not in running.before:
                     continue
-                param = bucket.params[number]
-                used.add(number)
-                if stop - start == param.numel():
-                    param.grad = window
-                elif not self._in_grad:
-                    parts[piece] = window
-                    continue
+                param, leaf = bucket.params[piece.param], self._own[piece].leaf
+                window = flat.as_strided(leaf.size(), leaf.stride(), place)
+                if leaf is param or self._in_slices:
+                    leaf.grad = window
                 else:
                     if param.grad is None:
                         param.grad = torch.zeros_like(param, requires_grad=False)
-                    flat_like(param.grad, param)[start:stop] = window
-                watched[param] = None
+                    flat_like(param.grad, param)[piece.start : piece.stop] = window
+                if param.grad is not None:
+                    watched[param] = None
         # 3. Let the step see what is changed later.
-        keep_one_to_watch(zero, watched, parts_apart=not self._in_grad)
-        scaled, may_change = self.options.scaled, self.options.may_change
-        if scaled:
+        keep_one_to_watch(zero, watched, cut_in_slices=self._in_slices)
+        options = self.options
+        if options.scaled:
             share_infinities(self.comm, gradients_of(watched))
         self.drop()
-        apart = None if self._in_grad else parts
-        zero.backward.end_on_owners(watched, frozenset(used), scaled, may_change, apart, flats)
+        zero.backward.end_on_owners(
+            watched,
+            scaled=options.scaled,
+            may_change=options.may_change,
+            cut_in_slices=self._in_slices,
+        )
 
     def drop(self) -> None:
         """Free what a backward holds; one that did not come to its end is forgotten."""

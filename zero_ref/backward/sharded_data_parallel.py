@@ -44,8 +44,8 @@ class ShardedDataParallel(nn.Module):
     >>> optimizer.step()                                                             # doctest: +SKIP
 
     It takes DDP's place around the module. After backward each rank has the averaged gradients of what it
-    owns, in `.grad`; `.grad` is None for other parameters. The gradient of a part of a parameter is kept
-    beside it, or, with `scaled` or `may_change`, in `.grad` with zeros where other ranks own the rest.
+    owns, in `.grad`; `.grad` is None for other parameters. A slice of a parameter has a `.grad` of its own;
+    with `scaled` or `may_change` it is in the parameter's, with zeros where other ranks own the rest.
     Several backwards without `optimizer.zero_grad()` add up in the shard. Under `no_sync` they add up on each
     rank, as under DDP, and the next backward outside of it, or `reduce`, reduces the sum.
 
@@ -361,17 +361,6 @@ class ShardedDataParallel(nn.Module):
             self._ordered = buckets, self._in_order()
         self._waiting = list(self._ordered[1])
 
-    def _take(self, param: torch.Tensor) -> None:
-        """Move a complete gradient to its bucket, and reduce the buckets whose turn has come."""
-        waiting = self._waiting
-        if waiting is None:
-            return
-        reduction, number = self._hooks.place_of[param]
-        reduction.take(number, param)
-        while waiting and not waiting[0][1].missing:
-            reduction, bucket = waiting.pop(0)
-            reduction.reduce(bucket)
-
     def _end_backward(self) -> None:
         """Reduce the buckets that are left, and give this rank the gradients of what it owns."""
         self._in_backward = False
@@ -415,6 +404,14 @@ def _callbacks(
                 "parameters were cast, and their ShardedDataParallel has not run a forward since, so it has "
                 "not begun this backward. Compute the loss by it, or call refresh_trainable() after a cast."
             )
-        wrapper._take(param)
+        waiting = wrapper._waiting
+        if waiting is None:  # under no_sync
+            return
+        # Move the gradient to its bucket, and reduce the buckets whose turn has come.
+        reduction, number = wrapper._hooks.place_of[param]
+        reduction.take(number, param)
+        while waiting and not waiting[0][1].missing:
+            reduction, bucket = waiting.pop(0)
+            reduction.reduce(bucket)
 
     return before, after

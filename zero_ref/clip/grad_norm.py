@@ -97,11 +97,10 @@ def clip_grad_norm_(
     """
     chosen, total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params, across, max_norm)
     tensors: list[torch.Tensor] = []
-    # Scale the `.grad` of parameters, and gradients of owned slices that are apart from `.grad`.
+    # Scale the gradients of parameters, and those that slices of parameters have.
     for zero, of_zero in chosen.items():
-        parts = zero.backward.gradients.parts or {}
         tensors += of_zero.values()
-        tensors += (_with_gradient(part) for piece, part in parts.items() if piece.param in of_zero)
+        tensors += (own.leaf for own in zero.shard.owned if not own.is_whole and own.piece.param in of_zero)
     clip_grads_with_norm_(tensors, float(max_norm), total, foreach)
     # A step refuses gradients that were changed otherwise, so note that this change is right.
     for zero in chosen:
@@ -125,13 +124,16 @@ def get_total_norm(
     >>> total = get_total_norm([body, head], params=model.body.parameters())             # doctest: +SKIP
     >>> torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, total)             # doctest: +SKIP
 
+    `ShardedDataParallel` leaves gradients of parameters that are cut in slices, where torch's function does
+    not find them. A step then refuses what was scaled, unless the wrapper was made with `may_change=True`.
+
     Args, Returns, Raises, Collective, Cost: as `clip_grad_norm_`.
     """
     chosen, total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params, across)
     for zero in chosen:
-        # The caller may scale the gradients, so they have to be in `.grad`.
-        zero.backward.gradients.show(zero.built.params, {own.param for own in zero.shard.owned})
-        zero.backward.gradients.note_change(freely=True)
+        # The caller may scale the gradients, if all of them are where torch's function finds them.
+        if not (zero.built.cut and zero.backward.gradients.in_slices):
+            zero.backward.gradients.note_change(freely=True)
     return total
 
 
@@ -276,13 +278,6 @@ def _check_can_be_clipped(zero: ZeroRedundancyOptimizer, chosen: Mapping[int, to
                 "which torch computes no norm. Construct its layer with sparse=False, or leave it out with "
                 "`params`."
             )
-
-
-def _with_gradient(part: torch.Tensor) -> torch.Tensor:
-    """Make a tensor whose `.grad` is `part`, for functions of torch that take parameters."""
-    holder = torch.empty_like(part)
-    holder.grad = part
-    return holder
 
 
 def _nonfinite_error(rank: int, norms: Sequence[ParameterNorm], norm_type: float) -> str:

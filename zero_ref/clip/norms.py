@@ -24,7 +24,7 @@ from torch.utils._foreach_utils import (
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
 from zero_ref.shard.groups import dtype_name
-from zero_ref.shard.owned import OwnedSlice
+from zero_ref.shard.owned import own_slices
 from zero_ref.shard.stepper import GradientSource
 
 ABSENT = -1.0
@@ -69,7 +69,7 @@ def norms_of_slices(
     """
     pieces, control = [piece for piece, _ in slices_to_count(zero, alone)], zero.collectives.control_device
     # 1. Whole parameters, as torch does it.
-    gradients = _gradients_of(zero, chosen, pieces)
+    gradients = _gradients_of(zero, chosen, pieces, alone)
     whole = {piece: grad for piece, grad in gradients.items() if piece.numel == chosen[piece.param].numel()}
     norms = _norms_of_whole(whole, norm_type, foreach)
     # 2. Parts of parameters.
@@ -85,16 +85,17 @@ def norms_of_slices(
 
 
 def _gradients_of(
-    zero: ZeroRedundancyOptimizer, chosen: Mapping[int, torch.Tensor], pieces: Iterable[Slice]
+    zero: ZeroRedundancyOptimizer, chosen: Mapping[int, torch.Tensor], pieces: Iterable[Slice], alone: bool
 ) -> dict[Slice, torch.Tensor]:
     """The gradients of the slices of chosen parameters; slices without a gradient are left out."""
-    source = GradientSource(by_slice=zero.backward.gradients.parts)
+    source = GradientSource(in_slices=zero.backward.gradients.in_slices)
+    # If this rank is `alone`, it has whole gradients, and computes the norms of other ranks' slices, too.
+    slices = own_slices(pieces, zero.built.params) if alone else zero.shard.owned
     gradients = {}
-    for piece in pieces:
-        param = chosen.get(piece.param)
-        grad = None if param is None else source.of_slice(OwnedSlice(piece, param, param))
+    for own in slices:
+        grad = source.of_slice(own) if own.piece.param in chosen else None
         if grad is not None:
-            gradients[piece] = grad
+            gradients[own.piece] = grad
     return gradients
 
 

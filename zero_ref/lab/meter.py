@@ -161,10 +161,8 @@ def held_bytes(params: Iterable[torch.Tensor], optimizer: Optimizer) -> HeldByte
     """
     params = list(params)
     gradients = [p.grad for p in params if p.grad is not None]
-    if isinstance(
-        optimizer, ZeroRedundancyOptimizer
-    ):  # those of parameters that are cut are nobody's `.grad`
-        gradients += optimizer.backward.gradients.flats.values()
+    if isinstance(optimizer, ZeroRedundancyOptimizer):  # slices of parameters have their own
+        gradients += [grad for own in optimizer.shard.owned if (grad := own.leaf.grad) is not None]
     return HeldBytes(memory_of(params), memory_of(gradients), state_bytes(optimizer))
 
 

@@ -284,10 +284,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # 2. Take the gradients of what this rank owns, and step the local optimizer on it.
         try:
             if closure is None:
-                source = GradientSource(gradients, self.backward.gradients.parts)
+                source = GradientSource(gradients, self.backward.gradients.in_slices)
                 loss = self.shard.step(source, **kwargs)
             else:
-                loss = self.shard.step_with(closure, lambda: self.backward.gradients.parts, **kwargs)
+                loss = self.shard.step_with(closure, lambda: self.backward.gradients.in_slices, **kwargs)
         except Exception as error:
             # All ranks call the closure and meet an error in it themselves. Of one in the local step they
             # have to be told.
@@ -385,9 +385,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, as torch's optimizers do."""
-        if not set_to_none:
-            # Gradients of owned slices may be apart from `.grad`: put them there, to be set to zero.
-            self.backward.gradients.show(self.built.params, {own.param for own in self.shard.owned})
+        self.shard.drop_gradients(to_zeros=not set_to_none and self.backward.gradients.in_slices)
         super().zero_grad(set_to_none)
         self.backward.zeroed()
 

@@ -13,6 +13,7 @@
 - `buckets`: flat tensors whose windows are the parameters, and their broadcasts;
 - `arriving`: new parameters that arrive during the next forward;
 - `gradients`: where gradients are, and what may be done with them;
+- `gradient_versions`: whether gradients were changed or added to;
 - `local_state`: the state of a parameter, for a program that asks for it;
 - `subclasses`: tensor subclasses and lists of a state, taken apart to be sent;
 - `checks`: whether an optimizer and its parameters can be sharded;

@@ -8,17 +8,15 @@ operations are allowed, and gives the reason where one is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
-from zero_ref.plan.partition import Slice
-from zero_ref.shard.buckets import flat_view
 from zero_ref.shard.built import Built
+from zero_ref.shard.gradient_versions import GradientVersions, WatchedViews
 from zero_ref.shard.groups import ParamGroup, options_of
 
 
@@ -32,8 +30,7 @@ class Gradients:
         why_no_clipping: the reason why no global norm can be computed, or None.
         versions: the versions of the gradients, if a second backward must not add to them.
         why_not_added_to: the error message if a second backward adds to the gradients.
-        parts: by slice, this rank's gradients of parameters that are cut; None if `.grad` has the gradients.
-        flats: the flat tensors in which the gradients lie, by bucket.
+        in_slices: gradients of parameters that are cut are in the `.grad` of this rank's slices of them.
     """
 
     on_owners = False
@@ -42,8 +39,7 @@ class Gradients:
     why_no_clipping: str | None = None
     versions: GradientVersions | None = None
     why_not_added_to = ""
-    parts: Mapping[Slice, torch.Tensor] | None = None
-    flats: Mapping[Any, torch.Tensor] = MappingProxyType({})
+    in_slices: bool = False
 
     def check_as_left(self, rank: int, built: Built) -> None:
         """Refuse gradients that ranks may have changed in different ways, if only owners have them.
@@ -80,13 +76,6 @@ class Gradients:
     def note_change(self, *, freely: bool = False) -> None:
         """Allow a change that all ranks made by one rule; with `freely`, allow every change from now on."""
 
-    def show(self, params: Sequence[torch.Tensor], owned: Container[torch.Tensor]) -> None:
-        """Move `parts` into the `.grad` of these parameters, with zeros for the parts of other ranks.
-
-        Args:
-            owned: the parameters of which this rank owns a part.
-        """
-
     def stepped(self) -> Gradients:
         """Return the case after a step has used these gradients."""
         return self
@@ -99,83 +88,53 @@ class Gradients:
 WHOLE = Gradients()
 
 
+@dataclass(eq=False)
 class _KeptByOwners(Gradients):
     """Gradients that only the owners have.
 
     Args:
-        versions: the versions of the gradients that this rank has kept.
-        used, parts, flats: as `Gradients`.
+        versions: the versions of the gradients that this rank has kept in the `.grad` of parameters.
+        used: as `Gradients`.
+        cut_in_slices: backward has left gradients of parameters that are cut in the slices' own `.grad`.
     """
 
-    versions: GradientVersions
+    versions: GradientVersions = field()  # without the default of `Gradients`
+    used: frozenset[int] = field()
+    cut_in_slices: bool
     why_not_added_to = (
         "this backward adds to gradients that the last one reduced to their owners, so they would be "
         "averaged over ranks of which most have none. Call optimizer.zero_grad() before it, or set them to "
         "None; to accumulate, run all but the last backward under ddp.no_sync()."
     )
 
-    def __init__(
-        self,
-        versions: GradientVersions,
-        used: frozenset[int],
-        parts: Mapping[Slice, torch.Tensor] | None,
-        flats: Mapping[Any, torch.Tensor],
-    ) -> None:
-        self.versions, self.used, self._parts, self.flats = versions, used, parts, flats
-
     @property
-    def parts(self) -> Mapping[Slice, torch.Tensor] | None:  # type: ignore[override]
-        # A user who sets every `.grad` to None does not see the parts, and means to drop them too.
-        return self._parts if self._parts is None or self.versions.any_left else {}
-
-    @torch.no_grad()
-    def show(self, params: Sequence[torch.Tensor], owned: Container[torch.Tensor]) -> None:
-        parts = self.parts
-        if parts is None:
-            return
-        # 1. Without `parts`, the step would use a gradient of zeros that was kept only to be watched.
-        for number, param in enumerate(params):
-            if number not in self.used and param in owned:
-                param.grad = None
-        # 2. Place the parts in gradients of zeros. A rank may own several slices of a parameter.
-        grads: dict[int, torch.Tensor] = {}
-        for piece, part in parts.items():
-            grad = grads.setdefault(piece.param, torch.zeros_like(params[piece.param], requires_grad=False))
-            flat_view(grad)[piece.start : piece.stop] = part
-        # 3. Set them. A later change of these is noticed, too.
-        for number, grad in grads.items():
-            params[number].grad = grad
-            self.versions.params[params[number]] = None
-        self._parts = None
+    def in_slices(self) -> bool:  # type: ignore[override]
+        # A user who sets every `.grad` to None does not see those of slices, and means to drop them too.
+        return self.cut_in_slices and self.versions.any_left
 
 
+@dataclass(eq=False)
 class OnOwners(_KeptByOwners):
     """Gradients that `reduce_to_owners` or `ShardedDataParallel` has reduced to their owners.
 
     Args:
-        versions, used, parts, flats: as `Gradients`.
+        versions, used, cut_in_slices: as `_KeptByOwners`.
         scaled, may_change: as `reduce_to_owners`.
     """
 
+    scaled: bool
+    may_change: bool
     on_owners = True
 
-    def __init__(
-        self,
-        versions: GradientVersions,
-        used: frozenset[int],
-        scaled: bool,
-        may_change: bool,
-        parts: Mapping[Slice, torch.Tensor] | None,
-        flats: Mapping[Any, torch.Tensor],
-    ) -> None:
-        super().__init__(versions, used, parts, flats)
-        self.may_change = may_change
-        if not scaled:
-            self.why_no_scaler = (
-                "torch.amp.GradScaler looks for infinite gradients on each rank by itself, and with "
-                "reduce_to_owners only their owner has them. Use reduce_to_owners(zero, scaled=True), or "
-                "ShardedDataParallel(..., scaled=True)."
-            )
+    @property
+    def why_no_scaler(self) -> str | None:  # type: ignore[override]
+        if self.scaled:
+            return None
+        return (
+            "torch.amp.GradScaler looks for infinite gradients on each rank by itself, and with "
+            "reduce_to_owners only their owner has them. Use reduce_to_owners(zero, scaled=True), or "
+            "ShardedDataParallel(..., scaled=True)."
+        )
 
     def check_as_left(self, rank: int, built: Built) -> None:
         # 1. After a reducing backward, only owned parameters have gradients.
@@ -207,7 +166,7 @@ class OnOwners(_KeptByOwners):
 
     def stepped(self) -> Gradients:
         self.versions.renew()
-        return Stepped(self.versions, self.used, self._parts, self.flats)
+        return Stepped(self.versions, self.used, self.cut_in_slices)
 
 
 class Stepped(_KeptByOwners):
@@ -348,21 +307,21 @@ class Backward:
     def end_on_owners(
         self,
         params: Iterable[torch.Tensor],
-        used: frozenset[int],
+        *,
         scaled: bool,
         may_change: bool,
-        parts: Mapping[Slice, torch.Tensor] | None = None,
-        flats: Mapping[Any, torch.Tensor] = MappingProxyType({}),
+        used: frozenset[int] = frozenset(),
+        cut_in_slices: bool = False,
     ) -> None:
         """Note that backward is over and only the owners have its gradients.
 
         Args:
-            params: the parameters whose gradients this rank has kept.
-            used, scaled, may_change, parts, flats: as `OnOwners`.
+            params: the parameters whose gradients this rank has kept in `.grad`.
+            used: as `Gradients`, for a `Join`.
+            scaled, may_change, cut_in_slices: as `OnOwners`.
         """
         self.under_way = []
-        versions = self._versions_of(params, True)
-        self._set(OnOwners(versions, used, scaled, may_change, parts, flats))
+        self._set(OnOwners(self._versions_of(params, True), used, cut_in_slices, scaled, may_change))
 
     def end_updated(self, params: Iterable[torch.Tensor], groups: Iterable[ParamGroup]) -> None:
         """Note that backward is over and has updated the parameters."""
@@ -414,142 +373,3 @@ def check_no_scaler(optimizer: object, gradients: Gradients) -> None:
         for name in ("found_inf", "grad_scale"):
             vars(optimizer).pop(name, None)
         raise RuntimeError(gradients.why_no_scaler)
-
-
-# ------------------------------------------------------------------------------- changes of gradients
-
-
-class GradientVersions:
-    """The versions of some gradients, to notice later that one was changed, or that they are still there.
-
-    Ranks own different parameters and must come to the same answers, or they would wait for each other. A
-    gradient may happen to be zero, so the answers depend, as far as possible, not on a gradient's values but
-    on how often it was written to.
-
-    Args:
-        params: the parameters. A parameter without a gradient is left out.
-        strict: a gradient that is the same tensor counts as still there, however often it was written to.
-    """
-
-    def __init__(self, params: Iterable[torch.Tensor], strict: bool) -> None:
-        self.params, self._strict = dict.fromkeys(params), strict
-        self.renew()
-
-    def renew(self) -> None:
-        """Compare with the gradients as they are now from here on."""
-        # Lists side by side: of an object for each gradient the garbage collector would have thousands to
-        # look at in every iteration.
-        self._noted: list[torch.Tensor] = []
-        self._grads: list[TensorWeakRef] = []  # weak, or zero_grad() would free no memory
-        self._counts: list[int] = []
-        for param in self.params:
-            grad = param.grad
-            if grad is not None:
-                self._noted.append(param)
-                self._grads.append(TensorWeakRef(grad))
-                self._counts.append(grad._version)
-
-    @property
-    def any_left(self) -> bool:
-        """Return whether one of the parameters has a gradient."""
-        return any(param.grad is not None for param in self._noted)
-
-    def first_changed(self) -> torch.Tensor | None:
-        """Find the first parameter that has a gradient which was replaced or written to; None if none has."""
-        for param, before, count in zip(self._noted, self._grads, self._counts):
-            grad = param.grad
-            if grad is not None and (grad is not before() or grad._version != count):
-                return param
-        return None
-
-    def still_there(self, first_bucket: Iterable[torch.Tensor], are_views: bool) -> bool:
-        """Return whether the backward that has completed this bucket adds to the gradients."""
-        complete = set(first_bucket)
-        for param, before, count in zip(self._noted, self._grads, self._counts):
-            # For views in the completed bucket only hooks can tell: the views share one version counter.
-            if are_views and param in complete:
-                continue
-            grad = param.grad
-            if grad is None or grad is not before():
-                continue
-            # This backward has written once to each gradient in its first bucket, and not to the others.
-            if (self._strict and not are_views) or grad._version == count + (param in complete):
-                return True
-        return False
-
-    def stop_watching(self) -> None:
-        """Remove the hooks on the parameters, if there are any."""
-
-
-class WatchedViews(GradientVersions):
-    """The versions of gradients that are views of DDP's buckets.
-
-    Such a view is the same tensor even after `zero_grad`, so hooks watch the gradients.
-
-    Args:
-        prefer: watch one parameter only, one of these if possible; None to watch all.
-    """
-
-    def __init__(
-        self, params: Iterable[torch.Tensor], strict: bool, prefer: set[torch.Tensor] | None
-    ) -> None:
-        self._prefer = prefer
-        self._watches: list[_Watch] = []
-        super().__init__(params, strict)
-
-    def renew(self) -> None:
-        super().renew()
-        self._watch()
-
-    def _watch(self) -> None:
-        self.stop_watching()
-        trained = [one for one in zip(self._noted, self._grads, self._counts) if one[0].requires_grad]
-        # An empty gradient is always zero.
-        watched = [one for one in trained if one[0].numel()] or trained
-        if self._prefer is not None:
-            watched = ([one for one in watched if one[0] in self._prefer] or watched)[:1]
-        self._watches = [_Watch(*one) for one in watched]
-
-    def still_there(self, first_bucket: Iterable[torch.Tensor], are_views: bool) -> bool:
-        there = super().still_there(first_bucket, are_views) or not all(watch.gone for watch in self._watches)
-        if there:
-            self._watch()  # the next backward is checked again
-        return there
-
-    def stop_watching(self) -> None:
-        for watch in self._watches:
-            watch.handle.remove()
-        self._watches = []
-
-
-class _Watch:
-    """A hook on a parameter that notes whether its gradient is None or zero before a backward adds to it.
-
-    After backward it would be too late: even after `zero_grad`, DDP uses the same view for the gradient. All
-    views of a bucket share one version counter. So if backward has written to other gradients of the bucket
-    before, or DDP has made new buckets, only the values can tell. A rank on which all watched values happen
-    to be zero does not notice, goes on, and waits for the ranks that refuse.
-    """
-
-    def __init__(self, param: torch.Tensor, grad: TensorWeakRef, version: int) -> None:
-        # Weak: a parameter holds its hooks.
-        self.param, self.grad, self.version = TensorWeakRef(param), grad, version
-        self._gone = False
-        self._looked_in: int | None = None
-        self.handle = param.register_hook(self._before_adding)
-
-    @property
-    def gone(self) -> bool:
-        """Return whether the gradient was None or zero before this backward added to it."""
-        if self._looked_in != torch._C._current_graph_task_id():
-            self._before_adding(None)  # this backward has not come to the parameter yet
-        return self._gone
-
-    def _before_adding(self, _: torch.Tensor | None) -> None:
-        # Once the gradient was gone, a gradient that is there later was added under no_sync.
-        if not self._gone:
-            self._looked_in = torch._C._current_graph_task_id()
-            param = self.param()
-            grad = None if param is None else param.grad
-            untouched = grad is not None and grad is self.grad() and grad._version == self.version
-            self._gone = grad is None or not (untouched or bool(grad.any()))

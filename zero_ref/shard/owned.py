@@ -23,15 +23,20 @@ MASTER = "master_weight"
 class OwnedSlice(NamedTuple):
     """A slice that this rank owns, and the tensor that the local optimizer steps for it.
 
-    `local` is the parameter itself if the slice is all of the parameter, else a 1-D leaf that shares the
-    parameter's memory. If `is_copy`, `local` is a copy in the same shape, in another dtype (masters) or place
-    (offload).
+    `leaf` is the parameter itself if the slice is all of the parameter, else a 1-D leaf that shares the
+    parameter's memory; after a backward of `ShardedDataParallel` its `.grad` is the slice's gradient. `local`
+    is `leaf`, or if `is_copy` a copy in the same shape, in another dtype (masters) or place (offload).
     """
 
     piece: Slice
     param: torch.Tensor
     local: torch.Tensor
-    is_copy: bool = False
+    leaf: torch.Tensor
+
+    @property
+    def is_copy(self) -> bool:
+        """Return whether `local` is a copy."""
+        return self.local is not self.leaf
 
     @property
     def is_whole(self) -> bool:
@@ -110,14 +115,12 @@ def _own_slice(
     """
     dtype = local_dtype(param, master_dtype)
     place = place if place is not None and place.holds(param) else None
-    is_copy = place is not None or dtype != param.dtype
-    if is_copy:
+    leaf = local = param
+    if piece.numel != param.numel():
+        leaf = local = _window(piece, param).requires_grad_(param.requires_grad)
+    if place is not None or dtype != param.dtype:
         local = _copy(_window(piece, param), dtype, place, kept).requires_grad_(param.requires_grad)
-    elif piece.numel == param.numel():
-        local = param
-    else:
-        local = _window(piece, param).requires_grad_(param.requires_grad)
-    return OwnedSlice(piece, param, local, is_copy)
+    return OwnedSlice(piece, param, local, leaf)
 
 
 def _copy(

@@ -32,7 +32,7 @@ from zero_ref.shard.local_state import LocalStates, StateOfParameters
 from zero_ref.shard.merged import CONTAINERS
 from zero_ref.shard.offload import StatePlace
 from zero_ref.shard.owned import MASTER, Copies, OwnedSlice, own_slices
-from zero_ref.shard.stepper import Casts, GradientSource, Parts, Steppers
+from zero_ref.shard.stepper import Casts, GradientSource, Steppers
 
 logger = logging.getLogger("zero_ref.optimizer")
 
@@ -108,16 +108,16 @@ class Shard:
         finally:
             stepper.restore_gradients()
 
-    def step_with(self, closure: Callable[[], Any], parts: Callable[[], Parts], **options: Any) -> Any:
+    def step_with(self, closure: Callable[[], Any], in_slices: Callable[[], bool], **options: Any) -> Any:
         """Step the local optimizer, which calls the closure to compute the gradients.
 
         Args:
             closure: re-evaluates the model, and returns the loss.
-            parts: returns what the closure's backward has left as `GradientSource.by_slice`.
+            in_slices: returns what is `GradientSource.in_slices` after the closure's backward.
             **options, Returns, Raises: as `step`.
         """
         try:
-            return self.steppers.chosen.step(closure=partial(self._evaluate, closure, parts), **options)
+            return self.steppers.chosen.step(closure=partial(self._evaluate, closure, in_slices), **options)
         finally:
             self.steppers.chosen.restore_gradients()
 
@@ -131,7 +131,7 @@ class Shard:
                     'partition of whole parameters, such as "sorted_greedy".'
                 )
 
-    def _evaluate(self, closure: Callable[[], Any], parts: Callable[[], Parts]) -> Any:
+    def _evaluate(self, closure: Callable[[], Any], in_slices: Callable[[], bool]) -> Any:
         """Call the user's closure inside the step of the local optimizer, then set the new gradients."""
         # 1. The user's code must see its own gradients, and the values that the class has made so far.
         self.steppers.chosen.restore_gradients()
@@ -146,7 +146,7 @@ class Shard:
         loss = closure()
         self.copies.follow_parameters()
         # 3. Set all gradients at once: the class goes on with its step when this returns.
-        source = GradientSource(by_slice=parts())
+        source = GradientSource(in_slices=in_slices())
         self._check_can_be_cut(source)
         self.steppers.chosen.set_gradients(source, at_once=True)
         return loss
@@ -169,6 +169,21 @@ class Shard:
             (own for own in self.copies.slices if own.piece.param in numbers), self.optim.state
         )
 
+    def drop_gradients(self, *, to_zeros: bool) -> None:
+        """Set the gradients of slices of parameters that are cut to None.
+
+        Args:
+            to_zeros: set the `.grad` of each of these parameters to zeros if its slice had a gradient, as the
+                next backward adds to that; else to None, as only a change of it was to be noticed.
+        """
+        for own in self.owned:
+            if own.is_whole:
+                continue
+            if to_zeros:
+                had = own.leaf.grad is not None
+                own.param.grad = torch.zeros_like(own.param, requires_grad=False) if had else None
+            own.leaf.grad = None
+
     # -------------------------------------------------------------------------------- when something changes
 
     def slices_under(
@@ -189,9 +204,11 @@ class Shard:
         self.steppers.dissolve()
         before, self.built = self.owned, built
         self.owned = self.slices_under(built.partition, built.params)
-        # 2. Give the new local tensors the state of the old ones, and their places in the groups.
+        # 2. Give the new tensors the gradients and the state of the old ones, and their places in the groups.
         state = dict(self.states)
         for old, new in zip(before, self.owned, strict=True):
+            if old.leaf is not new.leaf and old.leaf.grad is not None:
+                new.leaf.grad = old.leaf.grad.to(new.leaf)
             if old.local is not new.local and old.local in state:
                 state[new.local] = state.pop(old.local)
         self.replace_state(state)

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.optim import Optimizer
 
-from zero_ref.plan.partition import Slice
 from zero_ref.shard.foreign import ForeignStep
 from zero_ref.shard.groups import options_of, params_of, replace_options
 from zero_ref.shard.local_class import is_known
@@ -35,22 +34,18 @@ CAST_NBYTES = 2**22
 """Bytes of masters whose gradients are cast at a time: the casts stay in the cache until they are used."""
 
 
-Parts = Mapping[Slice, torch.Tensor] | None
-"""By slice, this rank's gradients of parameters that are cut; None if the `.grad` of parameters has them."""
-
-
 class GradientSource(NamedTuple):
     """The places of the gradients of an update.
 
     Args:
         by_param: gradients by parameter number, each in its parameter's shape and strides; the step updates
             only these parameters. None means the `.grad` of each parameter.
-        by_slice: gradients by slice, (numel,) each, for slices of parameters that are cut. None means that
-            they are parts of the parameters' gradients.
+        in_slices: gradients of parameters that are cut are in the slices' own `.grad`. Otherwise they are
+            parts of the parameters' gradients.
     """
 
     by_param: Mapping[int, torch.Tensor] | None = None
-    by_slice: Parts = None
+    in_slices: bool = False
 
     def of_param(self, number: int, param: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of a whole parameter."""
@@ -58,8 +53,8 @@ class GradientSource(NamedTuple):
 
     def of_slice(self, own: OwnedSlice) -> torch.Tensor | None:
         """Return the gradient of a slice that this rank owns."""
-        if self.by_slice is not None and not own.is_whole:
-            return self.by_slice.get(own.piece)
+        if self.in_slices and not own.is_whole:
+            return own.leaf.grad
         grad = self.of_param(own.piece.param, own.param)
         return None if grad is None else own.part_of(grad)
 
@@ -83,12 +78,13 @@ class Stepper:
     def __init__(self, owned: Iterable[OwnedSlice], local: Optimizer | ForeignStep) -> None:
         owned = list(owned)
         self.local = local
-        self.frozen = [own for own in owned if own.local is own.param and not own.param.requires_grad]
         trained = [own for own in owned if own.param.requires_grad]
-        # A whole parameter has its gradient; a slice has to be given its part.
+        self.frozen = [own for own in owned if not own.param.requires_grad and not own.is_copy]
+        # A whole parameter has its gradient; a slice may have to be given its part.
         self.whole = [own for own in trained if own.local is own.param]
-        self.slices = [own for own in trained if own.local is not own.param]
-        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # (parameter, the user's gradient)
+        self.views = [own for own in trained if own.local is not own.param and not own.is_copy]
+        self._given: list[OwnedSlice] = []  # the views that were given their part
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # (tensor, its gradient)
 
     def set_gradients(
         self, source: GradientSource, *, at_once: bool = False, but: Container[torch.Tensor] = ()
@@ -102,16 +98,18 @@ class Stepper:
         """
         # 1. A gradient from before the parameter was frozen would update the parameter on its owner only.
         for own in self.frozen:
-            self.hide(own.param)
+            self.hide(own.local)
         # 2. Whole parameters.
         if source.by_param is not None:
             for own in self.whole:
                 self.hide(own.param)
                 own.param.grad = source.by_param.get(own.piece.param)
-        # 3. Slices that are views. A `CopyStepper` sees to copies.
-        for own in self.slices:
-            if not own.is_copy and own.local not in but and (part := source.of_slice(own)) is not None:
-                own.local.grad = part.to(own.local.dtype)
+        # 3. Slices that are views, unless backward has left their gradients there. A `CopyStepper` sees to
+        # copies.
+        self._given = [] if source.in_slices else self.views
+        for own in self._given:
+            part = source.of_slice(own)
+            own.local.grad = None if part is None else part.to(own.local.dtype)
 
     def step(self, **options: Any) -> Any:
         """Step the local optimizer, and return what it returns."""
@@ -119,18 +117,19 @@ class Stepper:
 
     def restore_gradients(self) -> None:
         """Undo `set_gradients`."""
-        # A slice's gradient is a view: it would keep the whole gradient alive after zero_grad().
-        for own in self.slices:
-            own.local.grad = None
         # The last first: of a parameter that was hidden twice, the first gradient is the user's.
-        for param, grad in reversed(self._hidden):
-            param.grad = grad
+        for tensor, grad in reversed(self._hidden):
+            tensor.grad = grad
         self._hidden.clear()
+        # A part is a view: it would keep the parameter's whole gradient alive after zero_grad().
+        for own in self._given:
+            own.local.grad = None
+        self._given = []
 
-    def hide(self, param: torch.Tensor) -> None:
-        """Set a parameter's `.grad` to None until `restore_gradients`."""
-        self._hidden.append((param, param.grad))
-        param.grad = None
+    def hide(self, tensor: torch.Tensor) -> None:
+        """Set the `.grad` of a parameter or slice to None until `restore_gradients`."""
+        self._hidden.append((tensor, tensor.grad))
+        tensor.grad = None
 
 
 class CopyStepper(Stepper):
@@ -183,7 +182,8 @@ class CopyStepper(Stepper):
             self._pieces = []
         # 4. Note what this step updates.
         self.used.update(own.piece.param for own, _ in given)
-        self.used.update(own.piece.param for own in self.slices if own.local.grad is not None)
+        stepped = (*self.views, *self.copies.slices)
+        self.used.update(own.piece.param for own in stepped if own.local.grad is not None)
         self._updated = source.by_param
 
     def _part(
@@ -218,16 +218,18 @@ class CopyStepper(Stepper):
         self.transfer.set_gradients(piece)
         self.local.step(**options)
         # Local tensors that were stepped with this piece must not be stepped again with the next one.
-        for own in self.whole:
-            if own.param.grad is not None:
-                self.hide(own.param)
-        for tensor in [own.local for own in self.slices] + params_of(self.optim.param_groups):
+        for own in (*self.whole, *self.views):
+            if own.local.grad is not None:
+                self.hide(own.local)
+        for tensor in [own.local for own in self.copies.slices] + params_of(self.optim.param_groups):
             tensor.grad = None
         self.copies.publish((self._copy_of[local] for local in piece.locals), self.optim.state)
         return set(piece.locals)
 
     def restore_gradients(self) -> None:
         super().restore_gradients()
+        for own in self.copies.slices:
+            own.local.grad = None
         self._pieces, self._updated = [], None
         self.transfer.release_memory()
 
@@ -302,7 +304,7 @@ class MergedStepper:
     def set_gradients(self, source: GradientSource, *, at_once: bool = False) -> None:
         """Set gradients as `Stepper` does; list each run as one tensor in the local optimizer's groups."""
         # 1. Choose the runs to merge. A tensor may be in two, so the others first give up their counters.
-        in_shares = source.by_slice is not None and bool(self.shares.runs)
+        in_shares = source.in_slices and bool(self.shares.runs)
         merged = self.shares if in_shares else self.small
         if merged is not self.merged:
             self.merged.unshare()
@@ -313,7 +315,7 @@ class MergedStepper:
             merged.dissolve()
             self.inner.set_gradients(source, at_once=at_once)
         elif in_shares:
-            # The slices' gradients lie end to end already: set them, so that the merge finds them.
+            # The slices' gradients lie end to end already, where the merge finds them.
             self.inner.set_gradients(source, at_once=at_once)
             merged.merge()
         else:
