@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -478,9 +479,18 @@ def test_masters_beside_32_bit_parameters(world_size: int, monkeypatch: pytest.M
             optimizer.zero_grad()
             sum(param.sum() for param in sharded.module).backward()  # type: ignore[union-attr]
             optimizer.step()
+            assert all(own.leaf.grad is not None for own in optimizer.shard.owned), "until zero_grad"
         return values_of(model)
 
-    for partition in (SHARES, "even"):
+    def in_parts(numels: Sequence[int], world_size: int) -> list[list[Slice]]:
+        """Each rank has a part of each parameter."""
+        part = 64 // world_size
+        return [
+            [Slice(number, rank * part, (rank + 1) * part) for number in range(len(numels))]
+            for rank in range(world_size)
+        ]
+
+    for partition in (SHARES, in_parts):
         for values in virtual.run(on_rank, world_size, partition, timeout=60):
             assert all(torch.equal(value, torch.full_like(value, 0.5)) for value in values)
 
@@ -1001,6 +1011,16 @@ def test_a_module_or_an_optimizer_that_differs_on_one_rank_is_named_on_all(chang
         assert message.startswith(DISAGREE + text)
 
 
+def with_wider_gradients(model: nn.Module, zero: Any) -> None:
+    """Wrap the model while a parameter is to have gradients of another dtype than its own."""
+    first = next(model.parameters())
+    first.grad_dtype = torch.float64
+    try:
+        ShardedDataParallel(model, zero)
+    finally:
+        first.grad_dtype = first.dtype
+
+
 def mistakes(model: nn.Module, zero: Any, group: Any) -> dict[str, Callable[[], Any]]:
     """By a part of its text, what makes the constructor raise."""
     params = list(model.parameters())
@@ -1016,6 +1036,7 @@ def mistakes(model: nn.Module, zero: Any, group: Any) -> dict[str, Callable[[], 
         "takes a floating-point dtype": lambda: ShardedDataParallel(model, zero, reduce_dtype=torch.int32),
         "process_group takes": lambda: ShardedDataParallel(model, zero, replicas=0.5),  # type: ignore[arg-type]
         "unexpected option 'reduce_bf16'": lambda: ShardedDataParallel(model, zero, reduce_bf16=True),
+        "has grad_dtype=torch.float64": lambda: with_wider_gradients(model, zero),
     }
 
 
@@ -1200,11 +1221,11 @@ def test_what_only_one_group_changes_is_named_before_gradients_are_averaged() ->
 
 
 def test_an_update_that_one_group_has_lost_is_told_to_the_other_groups() -> None:
-    class Failing(optim.SGD):
-        fails = False
+    failing = weakref.WeakSet[optim.Optimizer]()  # attributes would be compared between ranks
 
+    class Failing(optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            if self.fails:
+            if self in failing:
                 raise ArithmeticError("on one owner")
             return super().step(closure)
 
@@ -1215,7 +1236,8 @@ def test_an_update_that_one_group_has_lost_is_told_to_the_other_groups() -> None
         messages = []
         for step in range(3):
             zero.zero_grad()
-            zero.optim.fails = step == 1 and group == 1 and comm.rank == 1  # type: ignore[attr-defined]
+            if step == 1 and group == 1 and comm.rank == 1:
+                failing.add(zero.optim)
             sharded(data(comm.rank, step)).backward()
             messages.append(caught(zero.step))
         return messages

@@ -61,7 +61,8 @@ class GradientHooks:
         """The trained parameters without hooks, and their nodes: a cast gives a parameter a new node.
 
         Raises:
-            ValueError: a parameter has no owner or several, is in another wrapper, or cannot be sent.
+            ValueError: a parameter has no owner or several, is in another wrapper, cannot be sent, or has
+                gradients of another dtype.
         """
         self._find_places(module)
         trained: dict[nn.Parameter, None] = {}
@@ -118,6 +119,12 @@ class GradientHooks:
         if self._dtype is not None and not self._dtype.is_complex and param.is_complex():
             option = "reduce_fp16=True" if self._dtype == torch.float16 else "reduce_dtype="
             raise ValueError(f"parameter {name} is complex, and {option} would drop a part of it.")
+        kept = param.grad_dtype  # None for any dtype
+        if kept not in (None, param.dtype):
+            raise ValueError(
+                f"parameter {name} is {param.dtype} and has grad_dtype={kept}, but averages have the "
+                f"parameter's dtype. Set grad_dtype to that; reduce_dtype={kept} sends gradients in {kept}."
+            )
         # Not in a variable: the traceback of the error would keep the other wrapper alive.
         if getattr(param, "_sharded_by", lambda: None)() not in (None, self._wrapper()):
             raise ValueError(
