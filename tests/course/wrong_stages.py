@@ -22,6 +22,8 @@ CHANGED = {
         ("owners_at_stage_1", {"1: 2 + 1": "1: 1 + 1"},
          r"every rank still gets all averaged gradients"),
         ("all_reduced_at_stage_2", {"2: 1 + 1": "2: 2 + 1"}, r"At stage 2 gradients are reduced to shares"),
+        ("as_torch_on_gloo_at_stage_2", {"2: 1 + 1": "2: reduce_scatter + 1"},
+         r"\(2, .*'gloo'\).* On Gloo too: there the package has a reduce-scatter of its own"),
         ("less_each_stage", {"movements[stage]": "(4 - stage) / 2"}, r"Yours is 1\.5 times .* how often"),
     ],
     "stages.break_even": [

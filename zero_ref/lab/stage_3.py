@@ -6,14 +6,17 @@ has some rows. What is counted here is those rows, and the padding that lies in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from zero_ref.lab.meter import HeldBytes, memory_of
 from zero_ref.lab.ranks import device
@@ -118,3 +121,79 @@ def held_bytes(params: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer)
         memory_of(local_part(param.grad) for param in params if param.grad is not None),
         sum(local_part(value).nbytes for value in state if isinstance(value, torch.Tensor)),
     )
+
+
+WORD_OF = {
+    "fsdp::all_gather_copy_in": "copy in",
+    "c10d::_allgather_base_": "all-gather",
+    "fsdp::split_with_sizes_copy": "copy out",
+    "fsdp::chunk_cat": "copy in",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+}
+"""What a `Watch` calls the operations that `fully_shard` makes."""
+
+
+class Done(NamedTuple):
+    """One thing that a rank did, as `Watch` saw it.
+
+    Args:
+        what: a word of `WORD_OF`; "forward" or "backward" for a product of matrices.
+        nbytes: of the largest tensor that it reads or writes.
+        stream: the stream that it was given to; "compute" for the one that computes.
+        inputs: the inputs of reduce-scatters that are in memory when it is done.
+    """
+
+    what: str
+    nbytes: int
+    stream: str
+    inputs: int
+
+
+class Watch(TorchDispatchMode):
+    """Lists what a model that is sharded by `fully_shard` does while it lasts: calls, copies, computing.
+
+    On a CPU all is done in turn, in whichever stream. The streams are named there too, so that one can see
+    what would go on side by side on a GPU.
+
+    >>> with Watch(model) as watch:                                         # doctest: +SKIP
+    ...     model(x).sum().backward()
+    >>> watch.done[0]                                                       # doctest: +SKIP
+    Done(what='copy in', nbytes=262144, stream='all_gather_copy_in', inputs=0)
+
+    Args:
+        model: the root, on a CPU, after its first forward. Its linear layers take inputs of two dimensions.
+
+    Attributes:
+        done: in the order of the program; what computes on one unit without anything else between is one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.done: list[Done] = []
+        shared = vars(model._get_fsdp_state()._comm_ctx)  # type: ignore[operator]
+        self._stream_names = {
+            id(value): name.removesuffix("_stream")
+            for name, value in shared.items()
+            if name.endswith("_stream")
+        }
+        self._inputs: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        what = WORD_OF.get(func.name())
+        if func.name() in ("aten::mm", "aten::addmm"):
+            # Only inside a backward is there a task of autograd.
+            what = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        if what is None:
+            return made
+        if what == "reduce-scatter":
+            self._inputs.append(weakref.ref(args[1]))
+        tensors = [one for one in tree_leaves((args, kwargs, made)) if isinstance(one, torch.Tensor)]
+        stream = self._stream_names.get(id(torch.cpu.current_stream()), "compute")
+        inputs = sum(one() is not None for one in self._inputs)
+        found = Done(what, max(one.nbytes for one in tensors), stream, inputs)
+        if what not in ("forward", "backward") or self.done[-1:] != [found]:
+            self.done.append(found)
+        return made
