@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from library.halved import Halved
 from library.training import (
     ELEMENTWISE,
     PARTITIONS,
@@ -513,6 +514,31 @@ def test_a_parameter_of_fsdp_is_refused_in_the_constructor(use_orig_params: bool
     )
     with pytest.raises(ValueError, match=r"is one of FullyShardedDataParallel's, which cuts and moves it"):
         ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+
+
+class BesideScale(nn.Parameter):
+    """Values, and a scale in an attribute."""
+
+
+def test_a_parameter_whose_values_are_in_several_tensors_is_refused_in_the_constructor() -> None:
+    coded = nn.Parameter(Halved.of(torch.ones(4)))
+    scaled = BesideScale(torch.ones(4))
+    scaled.scale = torch.ones(1)  # type: ignore[attr-defined]
+    for param, names in ((coded, "codes, scale"), (scaled, "scale")):
+        each_rank_raises(
+            lambda comm, param=param: zero(comm, [("w", param)], optim.SGD, lr=0.1),
+            ValueError,
+            rf"parameter w is a .*, which keeps its values in other tensors \({names}\)",
+        )
+
+
+def test_a_tensor_beside_a_plain_parameter_may_be_there() -> None:
+    def on_rank(comm: Collectives) -> None:
+        param = nn.Parameter(torch.ones(4))
+        param.main_grad = torch.zeros(4)  # type: ignore[attr-defined]
+        zero(comm, [param], optim.SGD, lr=0.1)
+
+    virtual.run(on_rank, 2)
 
 
 def test_lbfgs_is_refused() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ref.comm.agreement import Fact
 from zero_ref.plan.partition import ParamSpec, Partition
@@ -101,7 +102,7 @@ def check_can_be_sharded(
         optimizer_class: the class of the local optimizer.
     Raises:
         ValueError: a parameter is split whose optimizer may use shapes; a parameter is sparse, has gaps in
-            memory, shares memory with another, or is sharded already (a DTensor).
+            memory, shares memory with another, is sharded already (a DTensor), or wraps other tensors.
     """
     # 1. A parameter whose optimizer uses its shape has one owner.
     for number, (spec, pieces) in enumerate(zip(specs, partition.pieces_of_param, strict=True)):
@@ -152,10 +153,13 @@ def stays_whole(optimizer_class: type[Optimizer], elementwise: bool | None, cuts
 
 
 def _check_is_held_whole(specs: Sequence[ParamSpec], number: int, param: torch.Tensor) -> None:
-    """Refuse a parameter that is sharded already, since no rank has all of it to own.
+    """Refuse a parameter that is sharded already, or whose values are in several tensors.
+
+    No rank has all of a sharded parameter to own. And a step sends one tensor for each parameter.
 
     Raises:
-        ValueError: the parameter is a DTensor, or one of FullyShardedDataParallel's.
+        ValueError: the parameter is a DTensor, or one of FullyShardedDataParallel's, or its class wraps other
+            tensors.
     """
     if type(param) is torch.nn.Parameter and not hasattr(param, "_fsdp_flattened"):
         return  # a quick answer for ordinary parameters: a model may have thousands
@@ -172,6 +176,25 @@ def _check_is_held_whole(specs: Sequence[ParamSpec], number: int, param: torch.T
             "owner would overwrite the parts of the others. Its optimizer is sharded already: use the plain "
             "optimizer class on these parameters, or this one on a model in DistributedDataParallel."
         )
+    if wrapped := _wrapped_in(param):
+        raise ValueError(
+            f"parameter {name_of(specs, number)} is a {type(param).__name__}, which keeps its values in "
+            f"other tensors ({', '.join(wrapped)}). A step sends parameters and not such tensors, so other "
+            "ranks would not get what the owner has. List only plain parameters, such as adapters beside a "
+            "quantized model, or step this one with the plain optimizer class on all ranks."
+        )
+
+
+def _wrapped_in(param: torch.Tensor) -> list[str]:
+    """List the attributes in which a parameter of a tensor subclass has other tensors: codes and scales."""
+    is_wrapper: bool = is_traceable_wrapper_subclass(param)
+    if is_wrapper:
+        names, _ = param.__tensor_flatten__()  # type: ignore[attr-defined]
+        return list(names)
+    # A subclass with operations of its own, which nothing can take apart, is taken as one tensor.
+    is_plain = type(param).__torch_dispatch__ == torch.Tensor.__torch_dispatch__
+    beside = vars(param).items() if is_plain else ()
+    return [name for name, value in beside if isinstance(value, torch.Tensor)]
 
 
 def _check_memory_is_apart(params: Sequence[torch.Tensor], specs: Sequence[ParamSpec]) -> None:
