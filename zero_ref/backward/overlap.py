@@ -29,12 +29,12 @@ from zero_ref.backward.reduction import (
     ToOwners,
     after_backward,
     gradients_in,
-    in_backward,
 )
 from zero_ref.comm import devices
 from zero_ref.comm.collectives import PendingCall
 from zero_ref.comm.process_group import ProcessGroupCollectives, global_ranks
 from zero_ref.optimizer import join
+from zero_ref.optimizer.during_backward import in_backward
 from zero_ref.optimizer.plans import change_owners
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer, listed
 from zero_ref.plan.partition import Partition, Slice

@@ -20,6 +20,7 @@ from zero_ref.comm import devices
 from zero_ref.comm.collectives import AllOf, Collectives, PendingCall
 from zero_ref.comm.process_group import global_ranks
 from zero_ref.optimizer import join
+from zero_ref.optimizer.during_backward import in_backward
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer, listed
 from zero_ref.plan.calls import REDUCED_BY
 from zero_ref.plan.partition import Partition
@@ -40,11 +41,6 @@ def gradients_in(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[tor
         return [flat]  # a sparse gradient has a bucket to itself
     parts = flat.split([param.numel() for param in params])
     return [part.as_strided(param.size(), param.stride()) for part, param in zip(parts, params, strict=True)]
-
-
-def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread. A rank that only shadows a backward runs none."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def after_backward(action: Callable[[], None]) -> None:

@@ -30,6 +30,7 @@ from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.optimizer import join, plans
 from zero_ref.optimizer.accord import Accord, number_on
 from zero_ref.optimizer.closure import UserClosure
+from zero_ref.optimizer.during_backward import check_not_being_reduced, facts_of_gradients, in_backward
 from zero_ref.optimizer.forwarded import attribute_of
 from zero_ref.optimizer.own_saves import OwnSaves
 from zero_ref.optimizer.registered import Options, Registered
@@ -232,13 +233,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             The result of the local optimizer's `step`: the closure's loss, or None.
         Raises:
             RuntimeError: another rank stopped, or makes other calls; says for which call this rank waited.
+                A hook made the step while `ShardedDataParallel` or a hook of DDP's was reducing gradients.
                 Gradients that only their owners have were changed other than by `zero_ref.clip_grad_norm_`;
                 names the parameter, on all ranks. The local optimizer of another rank raised: groups of up to
                 8 ranks on the CPU raise in the same step, others at the next comparison. Then all ranks
                 refuse to step and to save until a state is loaded.
             ValueError: options, or values that the local optimizer keeps for all parameters in its state or
-                its attributes, differ between ranks. They are compared before updates 1, 2, 4, 8, ..., and in
-                every other agreement; before every update if `ShardedDataParallel` has `replicas`.
+                its attributes, differ between ranks; during backward also gradients. They are compared before
+                updates 1, 2, 4, 8, ..., and in every other agreement; before every update if
+                `ShardedDataParallel` has `replicas`.
         Collective: all ranks of the group, once each iteration, after their gradients were reduced.
         Cost: each rank receives (N-1)/N of the trainable parameters, and sends its own 1/N to the others. The
             first step after a change of `requires_grad` or a dtype, and updates 1, 2, 4, 8, ..., also make an
@@ -248,6 +251,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # torch.distributed.checkpoint steps what has no state; a rank that owns nothing would step alone.
         if closure is None and not torch.is_grad_enabled() and self.whole.is_to_be_made():
             return None
+
+        # During backward, a hook of the program's own makes this step.
+        by_hook = in_backward()
+        if by_hook:
+            check_not_being_reduced(self.backward.gradients, self.rank)
 
         # After an ordinary backward all ranks have whole gradients, and there is nothing to check. If hooks
         # have reduced the gradients, check them first; a hook may even have made the update.
@@ -260,7 +268,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 join.send_to_joined(self, active=True)
 
         # 1. Follow what the user has changed; compare what must be equal on all ranks.
-        self.begin_update()
+        self.begin_update(by_hook)
         return self.make_update(noted, **kwargs)
 
     def make_update(
@@ -307,11 +315,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # In a compiled step, dynamo adds options to groups ("capturable"), and it cannot trace digests. The
     # public torch.compiler.disable would import dynamo with this module.
     @_disable_dynamo
-    def begin_update(self) -> None:
-        """Follow the user's changes since the last update, and compare what must be equal on all ranks."""
+    def begin_update(self, by_hook: bool = False) -> None:
+        """Follow the user's changes since the last update, and compare what must be equal on all ranks.
+
+        Args:
+            by_hook: a hook of the program's own steps during backward, so gradients are compared, too.
+        """
         self.whole.gathered = None  # the update makes it out of date
         built = self.current()
-        self.accord.before_update(built, self.standing_facts)
+        self.accord.before_update(
+            built, lambda: [*self.standing_facts(), *(facts_of_gradients(built) if by_hook else ())]
+        )
         replace_options(self.param_groups, self.shard.optim.param_groups)
 
     def exchange(self, expected: Sequence[PendingCall | None]) -> None:
