@@ -121,9 +121,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Source: ZeRO stage 1, "P_os" (arXiv:1910.02054, section 5.1).
     """
 
-    # Set and read by learning-rate schedulers, and by torch.amp.GradScaler.
+    # Schedulers set and read these, and so does torch.amp.GradScaler, which multiplies into `grad_scale`.
     _opt_called = False
-    grad_scale: torch.Tensor | None = None
+    grad_scale: torch.Tensor | float = 1.0
     found_inf: torch.Tensor | None = None
 
     make_options: Callable[..., Options] = Options
