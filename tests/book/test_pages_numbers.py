@@ -31,7 +31,7 @@ from zero_ref.plan.rules import equal_shares, even
 from zero_ref.simulator.cluster import CLUSTERS, cluster
 from zero_ref.simulator.ledger import Convention, ledger
 from zero_ref.simulator.models import MODELS
-from zero_ref.simulator.recipe import RECIPES, recipe
+from zero_ref.simulator.recipe import RECIPES, TRAINED, recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import Schedule, schedule
 from zero_ref.simulator.stages import plays_of_equal_blocks
@@ -70,7 +70,7 @@ def planned(strategy: str) -> Schedule:
 
 def test_readme_prints_what_the_demo_prints() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for strategy in RECIPES:
+    for strategy in TRAINED:
         (row,) = re.findall(rf"^{strategy} +(\d.*)$", readme, flags=re.M)
         calls = [planned(strategy).calls_of(rank) for rank in range(4)]
         values = [getattr(planned(strategy), quantity) for quantity in list(ROW_NAMES)[:3]]

@@ -13,7 +13,7 @@ from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.dry_run import scenario_of
 from zero_ref.lab.outcome import predict
 from zero_ref.simulator.cluster import cluster
-from zero_ref.simulator.recipe import RECIPES
+from zero_ref.simulator.recipe import TRAINED
 
 SMALL = TrainConfig(steps=12, batch_size=2, model=GPTConfig(layers=2, heads=2, width=32, context=16))
 IN_16 = replace(SMALL, model=replace(SMALL.model, dtype="bfloat16"))
@@ -33,10 +33,10 @@ WORDS = [
 ]
 
 
-@pytest.mark.parametrize("strategy", list(RECIPES))
+@pytest.mark.parametrize("strategy", list(TRAINED))
 @pytest.mark.parametrize("config", [SMALL, IN_16, replace(IN_16, master_dtype="float32")])
 def test_bytes_and_calls_are_those_that_the_run_is_held_against(config: TrainConfig, strategy: str) -> None:
-    if config.master_dtype and RECIPES[strategy].name in ("zero-3", "local-sgd"):
+    if config.master_dtype and TRAINED[strategy].name in ("zero-3", "zero-3-stair", "local-sgd"):
         with pytest.raises(ValueError, match="masters"):
             config.under(strategy)
         return

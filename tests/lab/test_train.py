@@ -34,7 +34,7 @@ from zero_ref.lab.train import train
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.models import ParamShape
 from zero_ref.simulator.operations import WAYS
-from zero_ref.simulator.recipe import RECIPES, recipe
+from zero_ref.simulator.recipe import TRAINED, recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref_course.stubs import answer
 
@@ -58,7 +58,7 @@ def as_predicted(config: TrainConfig, world_size: int) -> float:
 
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 4))])
 def test_every_call_and_byte_is_as_predicted(world_size: int) -> None:
-    losses = {name: as_predicted(replace(SMALL, strategy=name), world_size) for name in RECIPES}
+    losses = {name: as_predicted(replace(SMALL, strategy=name), world_size) for name in TRAINED}
     local = losses.pop("local-sgd")
     assert (local == losses["ddp"]) == (world_size == 1), "between averages each rank trains its own model"
     # Few terms are added alike in any order; of four ranks' sums the last bits differ, and that grows.
@@ -69,7 +69,7 @@ def test_every_call_and_byte_is_as_predicted(world_size: int) -> None:
 
 @pytest.mark.parametrize("way", list(WAYS)[1:])
 def test_updates_in_backward_and_parameters_in_forward_are_as_predicted(way: str) -> None:
-    able = [name for name, one in RECIPES.items() if way in one.ways]
+    able = [name for name, one in TRAINED.items() if way in one.ways]
     assert able == (["zero-2"] if way == "in_forward" else ["zero", "zero-bucket", "zero-even"])
     plain = as_predicted(SMALL, 2)
     assert {as_predicted(replace(SMALL, strategy=name, way=way), 2) for name in able} == {plain}
@@ -113,7 +113,7 @@ def test_a_group_divides_the_state_and_the_groups_are_replicas() -> None:
 
 IN_16 = replace(SMALL, model=replace(SMALL.model, dtype="bfloat16"))
 WITH_MASTERS = replace(IN_16, master_dtype="float32")
-CAN_KEEP_MASTERS = [name for name, one in RECIPES.items() if one.stage < 3 and one.averaging is None]
+CAN_KEEP_MASTERS = [name for name, one in TRAINED.items() if one.stage < 3 and one.averaging is None]
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
@@ -130,7 +130,7 @@ def test_with_masters_every_call_and_byte_is_as_predicted(world_size: int) -> No
 @pytest.mark.parametrize("way", list(WAYS)[1:])
 def test_masters_updated_in_backward_or_sent_in_forward_are_as_predicted(way: str) -> None:
     plain = as_predicted(WITH_MASTERS, 2)
-    able = [name for name in CAN_KEEP_MASTERS if way in RECIPES[name].ways]
+    able = [name for name in CAN_KEEP_MASTERS if way in TRAINED[name].ways]
     assert able
     assert {as_predicted(replace(WITH_MASTERS, strategy=name, way=way), 2) for name in able} == {plain}
 
@@ -149,7 +149,7 @@ def test_masters_of_groups_that_share_them_are_as_predicted(
 
 
 def test_without_masters_a_16_bit_model_is_as_predicted_and_another() -> None:
-    losses = {name: as_predicted(replace(IN_16, strategy=name), 2) for name in RECIPES}
+    losses = {name: as_predicted(replace(IN_16, strategy=name), 2) for name in TRAINED}
     local = losses.pop("local-sgd")
     assert len({local, *losses.values(), as_predicted(WITH_MASTERS, 2)}) == 3
 
@@ -311,7 +311,7 @@ def test_the_recorder_sees_what_torch_s_profiler_sees() -> None:
 
 def test_a_run_resumed_under_another_strategy_ends_as_if_never_stopped(tmp_path: Path) -> None:
     saving = replace(SMALL, strategy="zero-bucket")
-    strategies = RECIPES.keys() - {"local-sgd"}
+    strategies = TRAINED.keys() - {"local-sgd", "zero-3-stair"}
     assert resumed_losses(tmp_path, saving, strategies) == {final_loss(replace(SMALL, strategy="ddp"), 2)}
 
 
@@ -399,14 +399,14 @@ def test_the_command_compares_strategies_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "out.json"
-    names = [word for strategy in RECIPES for word in ("--strategy", strategy)]
+    names = [word for strategy in TRAINED for word in ("--strategy", strategy)]
     # Of no other strategy than zero-2 are these options.
     of_zero_2 = ["--overlap", "in-forward", "--shard-group", "1"]
     assert main(["train", "--ranks", "2", *names, *of_zero_2, *small_arguments(), "--json", str(file)]) == 0
     assert "predicted | measured" in capsys.readouterr().out
     strategies = json.loads(file.read_text())["strategies"]
     titles = {"zero-2": "zero-2, in forward, groups of 1"}
-    assert list(strategies) == [titles.get(name, name) for name in RECIPES]
+    assert list(strategies) == [titles.get(name, name) for name in TRAINED]
     for result in strategies.values():
         for quantity in ("state_bytes_max", "collectives", "payload_bytes"):
             assert result[quantity]["predicted"] == result[quantity]["measured"]

@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from zero_ref.live.palette import PART_COLOURS, RANK_COLOURS, SERIES_COLOURS
-from zero_ref.simulator.recipe import RECIPES
+from zero_ref.simulator.recipe import TRAINED
 
 # Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation of Color Vision Deficiency",
 # IEEE TVCG 15(6), 2009: their matrices for severity 1.0, for linear red, green and blue.
@@ -86,4 +86,4 @@ def test_every_two_colours_stay_apart(colours, least, sight):
 
 
 def test_every_strategy_of_the_demo_has_a_colour_of_its_own():
-    assert len(set(SERIES_COLOURS)) >= len(RECIPES)
+    assert len(set(SERIES_COLOURS)) >= len(TRAINED)

@@ -17,10 +17,12 @@ from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.meter import HeldBytes, bytes_sent_by, recording_distributed
 from zero_ref.lab.model import GPT
 from zero_ref.lab.stage_3 import held_bytes, local_part
+from zero_ref.lab.strategies import Stair
 from zero_ref.plan.calls import Call
 from zero_ref.simulator.models import blocks, from_module
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import Schedule, schedule
+from zero_ref.stairs.parameters import MinimalZero
 
 pytestmark = pytest.mark.ranks
 
@@ -182,6 +184,37 @@ def test_one_rank_sends_nothing() -> None:
     assert seen["stack-3"].calls == [[], []] == [list(plan.calls)] * 2
     held = (plan.parameter_bytes[0], plan.gradient_bytes[0], plan.state_bytes[0])
     assert seen["stack-3"].held == held
+
+
+# ---------------------------------------------------------------------------------------------- the stair
+
+
+def by_the_stair(names: list[str]) -> dict[str, Seen]:
+    """Two iterations of each model, on one rank, by the last of the stairs."""
+    seen = {}
+    for name in names:
+        torch.manual_seed(0)
+        model = MODELS[name]()
+        zero: Any = MinimalZero(model, torch.optim.AdamW, blocks=list(model.blocks))  # type: ignore[arg-type]
+        made, calls = Stair(model, zero), []
+        for _ in range(2):
+            with recording_distributed() as of_iteration:
+                iterate(model, zero)
+            calls.append(of_iteration)
+        seen[name] = Seen(calls, made.held(), None)
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 3, pytest.param(2, marks=pytest.mark.thorough)])
+def test_the_stair_calls_and_holds_what_is_scheduled(world_size: int) -> None:
+    of_ranks = ranks.run(by_the_stair, world_size, list(MODELS), timeout=60, backend="gloo")
+    for name, make in MODELS.items():
+        params = from_module(make())
+        plan = schedule("zero-3-stair", params, world_size, blocks=blocks(params))
+        for rank, seen in enumerate(of_ranks):
+            assert seen[name].calls == [list(plan.calls_of(rank))] * 2, name
+            held = (plan.parameter_bytes[rank], plan.gradient_bytes[rank], plan.state_bytes[rank])
+            assert seen[name].held == held, name
 
 
 # ------------------------------------------------------------------------------------ the measuring itself

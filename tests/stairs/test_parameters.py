@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from library.training import filled
 from torch import nn, optim
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.meter import recording_distributed
@@ -255,6 +255,14 @@ class CheckpointedReentrant(Checkpointed):
     reentrant = True
 
 
+class CheckpointedToTheEnd(Checkpointed):
+    """The repeated forward goes on when all that backward needs is there, and ends with its hooks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with set_checkpoint_early_stop(False):
+            return super().forward(x)
+
+
 class Dicts(Chain):
     """Parts give dicts."""
 
@@ -270,7 +278,9 @@ class Dicts(Chain):
         return x.square().sum()
 
 
-AWKWARD = [Chain, Tied, Twice, Frozen, Unused, Checkpointed, CheckpointedReentrant, Dicts]
+AWKWARD = [
+    Chain, Tied, Twice, Frozen, Unused, Checkpointed, CheckpointedReentrant, CheckpointedToTheEnd, Dicts,
+]  # fmt: skip
 
 
 def awkward_equal(make: type[Chain]) -> list[int]:

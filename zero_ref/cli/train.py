@@ -19,7 +19,7 @@ from zero_ref.lab.config import (
 )
 from zero_ref.lab.settings import as_toml, settings_of
 from zero_ref.lab.simulated import cluster_named
-from zero_ref.simulator.recipe import RECIPES
+from zero_ref.simulator.recipe import TRAINED
 
 
 def register_train(subparsers: Subparsers) -> None:
@@ -96,7 +96,7 @@ def register_demo(subparsers: Subparsers) -> None:
 def run_demo(arguments: argparse.Namespace) -> int:
     """Run the demo; return 1 if a prediction or a loss is wrong."""
     try:
-        config = training_config(arguments, list(RECIPES))
+        config = training_config(arguments, list(TRAINED))
     except ValueError as error:
         raise CommandError(str(error)) from None
     if config.checkpoint or config.checkpoint_dir:

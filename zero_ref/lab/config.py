@@ -30,7 +30,7 @@ from zero_ref.simulator.options import (
     options_of,
     used_values,
 )
-from zero_ref.simulator.recipe import RECIPES, Recipe, recipe
+from zero_ref.simulator.recipe import TRAINED, Recipe, recipe
 
 VOCABULARY = 256
 """One token for each byte."""
@@ -100,14 +100,14 @@ class TrainConfig:
     """The settings of a training run.
 
     Args:
-        strategy: one of `simulator.recipe.RECIPES`, or the name of the file `own`.
+        strategy: one of `simulator.recipe.TRAINED`, or the name of the file `own`.
         steps: iterations in all, those before a resumed checkpoint included.
         way: when updates are made, one of `simulator.operations.WAYS`, under strategies that have owners.
         master_dtype: "float32" to keep 32-bit masters of a 16-bit model, with their moments in 32 bits too;
-            None for state in the parameters' own dtype. Not under zero-3 and local-sgd.
+            None for state in the parameters' own dtype. Not under zero-3, zero-3-stair and local-sgd.
         warmup_steps: over these the learning rate rises from 0.
         checkpoint: a file to write when done, and every `checkpoint_every` steps if that is not 0. Not under
-            local-sgd.
+            zero-3-stair and local-sgd.
         checkpoint_dir: in its place a directory for sharded saves, made as often. Only under strategies that
             shard the state among all ranks by a ZeroRedundancyOptimizer.
         resume: go on from `checkpoint`, or from the newest intact save in `checkpoint_dir` if there is one.
@@ -118,7 +118,7 @@ class TrainConfig:
     # An entry for each option, as in a table.
     # fmt: off
     strategy: Annotated[str, Option(
-        "give it several times to compare (default: %(default)s)", choices=RECIPES, several=True,
+        "give it several times to compare (default: %(default)s)", choices=TRAINED, several=True,
     )] = "zero-bucket"
     own: Annotated[str | None, Option(
         "train the class MyZero of this file, which the book has you write, beside --strategy "
@@ -175,6 +175,11 @@ class TrainConfig:
             raise ValueError(
                 f"strategy {self.strategy!r} trains another model on each rank between two averages, and a "
                 "checkpoint holds one: leave it out."
+            )
+        if self.recipe.is_stair and self.checkpoint:
+            raise ValueError(
+                f"strategy {self.strategy!r} is a short program to be read, which writes no checkpoint: "
+                "leave it out, or choose zero-3."
             )
         if self.warmup_steps < 1:
             raise ValueError(f"warmup_steps must be at least 1, got {self.warmup_steps}.")
@@ -396,7 +401,7 @@ def config_for(args: argparse.Namespace, strategies: Sequence[str], world_size: 
     able = [
         name
         for name in strategies
-        if name in RECIPES and all(one.is_used(RECIPES[name], value) for one, value in for_some)
+        if name in TRAINED and all(one.is_used(TRAINED[name], value) for one, value in for_some)
     ]
     config = config_from(args, (able or strategies)[0])
     config.check_ranks(world_size)

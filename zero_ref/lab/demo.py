@@ -16,7 +16,7 @@ from zero_ref.lab.outcome import as_json, environment, problems
 from zero_ref.lab.report import Check, write_report
 from zero_ref.plan.choice import plan_partition
 from zero_ref.simulator.models import from_module
-from zero_ref.simulator.recipe import RECIPES
+from zero_ref.simulator.recipe import TRAINED
 
 
 def run_demo(folder: Path, config: TrainConfig, world_size: int, console: Console) -> int:
@@ -30,7 +30,7 @@ def run_demo(folder: Path, config: TrainConfig, world_size: int, console: Consol
         f"A GPT of {total:,} {config.precision} learns Python's language reference on {world_size} ranks "
         f"({ranks.choose_backend(world_size)}), {config.steps} steps under each strategy.\n"
     )
-    runs = compare(list(RECIPES), config, world_size, console)
+    runs = compare(list(TRAINED), config, world_size, console)
     outcomes = [run.outcome for run in runs]
     console.print()
     console.print(table(outcomes))
@@ -62,7 +62,7 @@ def write_page(folder: Path, runs: Sequence[StrategyRun], config: TrainConfig) -
             "What each rank held after the last step, measured. Stage 1 divides the optimizer state, stage 2 "
             "the gradients too, stage 3 the parameters too.",
             f"Stacked bars for {world_size} ranks under each strategy: optimizer state is whole under DDP and"
-            " local SGD and divided under ZeRO; zero-2 holds fewer gradients, and zero-3 fewer parameters"
+            " local SGD and divided under ZeRO; zero-2 holds fewer gradients, and stage 3 fewer parameters"
             " too.",
         ),
         *(

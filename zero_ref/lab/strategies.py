@@ -28,6 +28,7 @@ from zero_ref.local_sgd.optimizer import PostLocalSGDOptimizer, PostLocalSGDStat
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call, ordinary
 from zero_ref.simulator.recipe import Recipe
+from zero_ref.stairs.parameters import MinimalZero
 
 IN_BACKWARD = {"after_backward": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved}
 """The hooks of the ways that make the update in backward."""
@@ -82,6 +83,20 @@ class Observed(Trainable):
         self.calls[:] = ordinary(self.calls)
 
 
+class Stair(Trainable):
+    """The last of the stairs, whose calls are those of any program."""
+
+    def held(self) -> meter.HeldBytes:
+        """The shares; a block's whole parameters too, if they were still there."""
+        zero: Any = self.optimizer
+        shards = [shard for block in zero.blocks for shard in block.shards]
+        gradients = [shard.grad for shard in shards if shard.grad is not None]
+        params = [*self.model.parameters(), *shards]
+        return meter.HeldBytes(
+            meter.memory_of(params), meter.memory_of(gradients), meter.state_bytes(zero.local)
+        )
+
+
 class Sharded(Trainable):
     """Parameters are torch's DTensors."""
 
@@ -108,6 +123,10 @@ def trainable(
     Collective: all ranks of the default group.
     """
     keeps_masters(recipe)  # or say why it cannot
+    if recipe.is_stair:
+        blocks: Any = model.blocks
+        stair: Any = MinimalZero(model, torch.optim.AdamW, blocks=blocks, lr=learning_rate)
+        return Stair(model, stair)
     reduce_dtype = None if recipe.reduce_dtype is None else getattr(torch, recipe.reduce_dtype)
     if recipe.stage == 3:
         stage_3.shard(model, recipe.group_of(dist.get_world_size()), reduce_dtype)

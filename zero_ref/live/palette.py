@@ -13,8 +13,10 @@ RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
 
 PART_COLOURS = {"parameters": "#332288", "gradients": "#44AA99", "optimizer state": "#DDCC77"}
-SERIES_COLOURS = ("#332288", "#CC6677", "#117733", "#882255", "#77722A", "#2B7A9B", "#661100")
-"""From Paul Tol's muted schemes: not the ranks' colours, so that no line is taken for a rank."""
+SERIES_COLOURS = (
+    "#332288", "#CC6677", "#117733", "#882255", "#77722A", "#2B7A9B", "#661100", "#9944CC",
+)  # fmt: skip
+"""Not the ranks' colours, so that no line is taken for a rank. All but the last are Paul Tol's muted ones."""
 
 MANY_RANKS = (
     "#471063", "#453581", "#38588C", "#2B748E", "#21918C", "#25AC82", "#52C569", "#98D83E", "#E5E419",

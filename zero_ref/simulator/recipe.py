@@ -35,7 +35,8 @@ class Recipe:
         stage: of ZeRO: what is sharded. 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
         partition: at stages 1 and 2 who owns what, as the optimizer's `partition=`.
         flat: owned parameters lie in flat tensors (`parameters_as_bucket_view`), so that one message goes for
-            each of these and not for each owned slice.
+            each of these and not for each owned slice. At stage 3 each unit lies in one, which is cut: the
+            last of the stairs.
         to_owners: gradients are reduced to their owners only, and the rest is released.
         reduced_by: how DDP's buckets get to their owners, one of `calls.REDUCED_BY`: "pairs", which is the
             default of `reduce_to_owners` on Gloo, or "reduce", its default on NCCL.
@@ -116,7 +117,7 @@ class Recipe:
         """Raise a ValueError for an axis that the strategy has not."""
         if self.shard_group is not None and not self.in_groups:
             raise ValueError(
-                f"shard_group= is for strategies without DDP and of stage 3; {self.name!r} has no owners in "
+                f"shard_group= is for strategies without DDP and for zero-3; {self.name!r} has no owners in "
                 "groups."
             )
         if self.shard_group is not None and self.shard_group < 1:
@@ -148,13 +149,18 @@ class Recipe:
 
     @property
     def in_groups(self) -> bool:
-        """Groups of ranks may share what is sharded, each with a replica: without DDP, and at stage 3."""
-        return self.without_ddp or self.stage == 3
+        """Groups of ranks may share what is sharded, each with a replica: without DDP, and under zero-3."""
+        return self.without_ddp or (self.stage == 3 and not self.is_stair)
+
+    @property
+    def is_stair(self) -> bool:
+        """It is the last of the stairs, `zero_ref/stairs/parameters.py`, and not torch's `fully_shard`."""
+        return self.stage == 3 and self.flat
 
     @property
     def reduces_in_any_dtype(self) -> bool:
         """Gradients may travel in another dtype than the parameters'."""
-        return self.averaging is None and (self.without_ddp or not self.to_owners)
+        return self.averaging is None and not self.is_stair and (self.without_ddp or not self.to_owners)
 
     @property
     def shards_by_parameter(self) -> bool:
@@ -188,7 +194,7 @@ class Recipe:
     @property
     def title(self) -> str:
         """The name, and what is unusual in where gradients go and when updates are made."""
-        usual = RECIPES.get(self.name, self)
+        usual = TRAINED.get(self.name, self)
         words = [self.name]
         if self.to_owners and not usual.to_owners:
             words.append("to owners" if self.reduced_by == "pairs" else "to owners by reduce")
@@ -207,7 +213,7 @@ class Recipe:
         return ", ".join(words)
 
 
-RECIPES: dict[str, Recipe] = {
+TRAINED: dict[str, Recipe] = {
     one.name: one
     for one in (
         Recipe("ddp", "every rank keeps the whole optimizer and sends no parameters", 0),
@@ -226,6 +232,7 @@ RECIPES: dict[str, Recipe] = {
             without_ddp=True,
         ),
         Recipe("zero-3", "1/N of each parameter, gathered block by block before use", 3),
+        Recipe("zero-3-stair", "1/N of each block: the last of the stairs", 3, flat=True, prefetch=0),
         Recipe(
             LOCAL_SGD,
             "every rank for itself, parameters averaged once a period",
@@ -234,10 +241,14 @@ RECIPES: dict[str, Recipe] = {
         ),
     )
 }
+"""The strategies that `zero-ref train` runs, and whose calls and bytes `schedule` knows."""
+
+RECIPES: dict[str, Recipe] = {name: one for name, one in TRAINED.items() if not one.is_stair}
+"""Those whose memory and time are predicted too, on any machine. The stair is made to be read."""
 
 
 def recipe(strategy: str | Recipe, **changes: Any) -> Recipe:
-    """The recipe of a name in RECIPES, or a given one, with some fields changed.
+    """The recipe of a name in TRAINED, or a given one, with some fields changed.
 
     >>> recipe("zero-2", shard_group=8).title
     'zero-2, groups of 8'
@@ -247,6 +258,6 @@ def recipe(strategy: str | Recipe, **changes: Any) -> Recipe:
         TypeError: there is no such field.
     """
     if isinstance(strategy, str):
-        check_name("strategy", strategy, RECIPES)
-        strategy = RECIPES[strategy]
+        check_name("strategy", strategy, TRAINED)
+        strategy = TRAINED[strategy]
     return replace(strategy, **changes) if changes else strategy

@@ -164,6 +164,8 @@ class Scenario(RankWork):
                 f"{usual.name} by itself, without it."
             )
         used["reduce_dtype"] = used["reduce_dtype"] or used["gradient_dtype"]
+        if usual.is_stair:
+            used["prefetch"] = usual.prefetch
         axes = ("way", "shard_group", "prefetch", "no_sync", "reduce_dtype", "offload")
         return recipe(
             usual,
@@ -195,8 +197,8 @@ class Scenario(RankWork):
             update=self.update,
             gradient_as_bucket_view=self.bucket_view,
             bucket_bytes=max(bucket_bytes, default=0),
-            gathered_units=1 + self.prefetch,
-            flat=usual.flat,
+            gathered_units=1 + how.prefetch,
+            flat=usual.flat and usual.stage < 3,
             activation_bytes=found.kept,
             head_bytes=found.head,
             loss_bytes=found.loss,

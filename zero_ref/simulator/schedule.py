@@ -20,7 +20,7 @@ from zero_ref.simulator.local_sgd import LocalSGD
 from zero_ref.simulator.operations import NETWORK, Operation
 from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
 from zero_ref.simulator.sharded import ZeroWithoutDDP
-from zero_ref.simulator.stage_3 import ZeroStage3
+from zero_ref.simulator.stage_3 import ZeroStage3, ZeroStage3Flat
 from zero_ref.simulator.strategy import Strategy
 from zero_ref.simulator.traffic import traffic
 
@@ -193,7 +193,7 @@ def schedule(
     (12816, 12816)
 
     Args:
-        strategy: a recipe, or the name of one in `recipe.RECIPES`. Change one by `recipe(name, ...)`.
+        strategy: a recipe, or the name of one in `recipe.TRAINED`. Change one by `recipe(name, ...)`.
         params: of the model, in registration order. Stage 3 cuts each along the first dimension of its shape.
         ddp_buckets: the parameters of each of DDP's gradient buckets, in the order of their all-reduces;
             None for the function `ddp_buckets` with its defaults.
@@ -242,7 +242,7 @@ def _class_of(how: Recipe) -> type[Strategy]:
     if how.averaging is not None:
         return LocalSGD
     if how.stage == 3:
-        return ZeroStage3
+        return ZeroStage3Flat if how.is_stair else ZeroStage3
     if how.without_ddp:
         return ZeroWithoutDDP
     if how.to_owners:

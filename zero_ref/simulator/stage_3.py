@@ -1,4 +1,7 @@
-"""The strategy of ZeRO's stage 3: parameters are sharded, and gathered unit by unit before use."""
+"""The strategies of ZeRO's stage 3: parameters are sharded, and gathered unit by unit before use.
+
+`ZeroStage3` is torch's `fully_shard`, and `ZeroStage3Flat` is the last of the stairs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import NamedTuple
 
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.groups import Groups
-from zero_ref.simulator.ledger import itemsize_of, state_rule
+from zero_ref.simulator.ledger import itemsize_of, nbytes_of, state_rule
 from zero_ref.simulator.operations import COMPUTE, NETWORK, Operation, shared_out
 from zero_ref.simulator.strategy import Strategy
 
@@ -91,7 +94,7 @@ class ZeroStage3(Strategy):
     """
 
     def _list_operations(self) -> None:
-        units, groups = self._units, self.groups
+        units = self._units
         if self.how.prefetch < 0:
             raise ValueError(f"prefetch counts units, 0 or more; got {self.how.prefetch}.")
         # Blocks keep activations, and the root keeps none, if there are blocks.
@@ -104,10 +107,12 @@ class ZeroStage3(Strategy):
             self._is_first = not number
             self._reduces = not self._no_sync or number == self.how.accumulation - 1
             for label, way in (("forward", 1), ("backward", -1)):
+                if label == "backward":
+                    self._begin_backward()
                 to_gather = deque(
                     part
                     for part in range(len(units))[::way]
-                    if groups.ranks > 1 and not (label == "backward" and units[part].kept)
+                    if self._sends(part) and not (label == "backward" and units[part].kept)
                 )
                 for part in range(len(units))[::way]:
                     while to_gather and way * (to_gather[0] - part) <= self.how.prefetch:
@@ -153,6 +158,13 @@ class ZeroStage3(Strategy):
             own,
         )
 
+    def _sends(self, part: int) -> bool:
+        """Whether the ranks make calls for a unit."""
+        return self.groups.ranks > 1
+
+    def _begin_backward(self) -> None:
+        """The root is still gathered: append nothing."""
+
     def _gather(self, part: int) -> None:
         nbytes = self._units[part].gathered_bytes
         gather = Operation("gather", NETWORK, part, self._computed, op="all_gather", nbytes=nbytes)
@@ -161,7 +173,7 @@ class ZeroStage3(Strategy):
     def _compute(self, label: str, part: int) -> None:
         """Forward or backward of a unit, and the reduction of the gradients that backward makes."""
         unit = self._units[part]
-        whole = unit.gathered_bytes if self.groups.ranks > 1 else 0
+        whole = unit.gathered_bytes if self._sends(part) else 0
         if label == "forward":
             takes, gives = self._kept_bytes[part], 0 if unit.kept else whole
         else:
@@ -187,7 +199,7 @@ class ZeroStage3(Strategy):
         is_new = self._is_first or self._no_sync  # else gradients are added to the shard
         shard = unit.gradient_bytes // groups.ranks if is_new else 0
         reduce = Operation("reduce", NETWORK, part, self._computed, op="reduce_scatter")
-        if groups.ranks > 1:
+        if self._sends(part):
             scatter = reduce._replace(nbytes=unit.reduced_bytes, gives=whole - shard)
             self._reduced = (self._append(groups.within(scatter)),)
         if groups.replicas > 1:
@@ -230,3 +242,72 @@ class ZeroStage3(Strategy):
             if has_state:
                 state_changes[0] += its.scalar_bytes  # on every rank, also where it has no rows
         return list(accumulate(shard_changes))[:ranks], list(accumulate(state_changes))[:ranks]
+
+
+class ZeroStage3Flat(ZeroStage3):
+    """The trained parameters of each unit lie in a flat tensor, which is cut into equal shares.
+
+    So `zero_ref/stairs/parameters.py` has it. It differs from `ZeroStage3` in two things: padding comes once
+    for each unit; and the root is freed after forward, and gathered again when backward begins. Frozen
+    parameters are whole on every rank. A rank that is alone makes its calls as well.
+
+    >>> from zero_ref.simulator.schedule import schedule
+    >>> params = [ParamSpec(8), ParamSpec(10), ParamSpec(10)]
+    >>> plan = schedule("zero-3-stair", params, 2, blocks=[[0], [1], [2]])
+    >>> [f"{one.label} {one.part}" for one in plan.operations if one.op]     # doctest: +NORMALIZE_WHITESPACE
+    ['gather 0', 'gather 1', 'gather 2',
+     'gather 0', 'gather 2', 'reduce 2', 'gather 1', 'reduce 1', 'reduce 0']
+    """
+
+    def _sends(self, part: int) -> bool:
+        return self._units[part].gathered_bytes > 0
+
+    def _begin_backward(self) -> None:
+        if self._units[0].kept and self._sends(0):
+            self._gather(0)
+            self._listed[-1] = self._listed[-1]._replace(takes=0)  # in the memory that it has had in forward
+
+    @cached_property
+    def _flats(self) -> list[list[ParamSpec]]:
+        """The trained parameters of each unit."""
+        blocks = [range(len(self.params))] if self.blocks is None else self.blocks
+        of_units = ([self.params[number] for number in block] for block in blocks)
+        return [[param for param in unit if param.trainable] for unit in of_units]
+
+    def _share(self, flat: Sequence[ParamSpec]) -> int:
+        """Elements of a rank's share of a unit, those that only fill it up included."""
+        return -(-sum(param.numel for param in flat) // self.groups.ranks)
+
+    @property
+    def _share_bytes(self) -> int:
+        return sum(self._share(flat) * itemsize_of(flat[0].dtype) for flat in self._flats if flat)
+
+    def _unit(self, numbers: Sequence[int], *, kept: bool) -> Unit:
+        params = [self.params[number] for number in numbers]
+        flat = [param for param in params if param.trainable]
+        nbytes = self.groups.ranks * self._share(flat) * itemsize_of(flat[0].dtype) if flat else 0
+        return Unit(sum(param.numel for param in params), nbytes, nbytes, kept, len(numbers), nbytes)
+
+    @property
+    def parameter_bytes(self) -> tuple[int, ...]:
+        frozen = sum(nbytes_of(param) for param in self.params if not param.trainable)
+        return (self._share_bytes + frozen,) * self.world_size
+
+    @property
+    def gradient_bytes(self) -> tuple[int, ...]:
+        return (self._share_bytes,) * self.world_size
+
+    @cached_property
+    def _held(self) -> tuple[list[int], list[int]]:
+        rule = state_rule(self.how.optimizer)
+        numels, state = [0] * self.groups.ranks, [0] * self.groups.ranks
+        for flat in self._flats:
+            share, place = self._share(flat), 0
+            for param in flat:
+                end = place + param.numel
+                for rank in range(place // share, -(-end // share)):  # those that have a piece of it
+                    piece = min(end, (rank + 1) * share) - max(place, rank * share)
+                    numels[rank] += piece
+                    state[rank] += rule.of(param).nbytes(piece, itemsize_of(param.dtype))
+                place = end
+        return numels, state

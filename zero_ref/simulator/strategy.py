@@ -1,7 +1,7 @@
 """A recipe, a model and ranks together: the base of the classes that list what a strategy does and holds.
 
 Each strategy is one subclass: `DDP`, `ZeroWithDDP` and `ZeroToOwners` in data_parallel.py, `ZeroWithoutDDP`
-in sharded.py, `ZeroStage3` in stage_3.py and `LocalSGD` in local_sgd.py.
+in sharded.py, `ZeroStage3` and `ZeroStage3Flat` in stage_3.py and `LocalSGD` in local_sgd.py.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def _in_groups(how: Recipe, _: object) -> bool:
 
 
 def _gathers_ahead(how: Recipe, _: object) -> bool:
-    return how.stage == 3
+    return how.stage == 3 and not how.is_stair
 
 
 def _averages(how: Recipe, _: object) -> bool:
