@@ -537,6 +537,9 @@ def test_a_tensor_beside_a_plain_parameter_may_be_there() -> None:
         param = nn.Parameter(torch.ones(4))
         param.main_grad = torch.zeros(4)  # type: ignore[attr-defined]
         zero(comm, [param], optim.SGD, lr=0.1)
+        tensor = torch.ones(4, requires_grad=True)
+        tensor.main_grad = torch.zeros(4)  # type: ignore[attr-defined]
+        zero(comm, [tensor], optim.SGD, lr=0.1)
 
     virtual.run(on_rank, 2)
 

@@ -40,7 +40,7 @@ from zero_ref.shard.arriving import Arriving
 from zero_ref.shard.buckets import finish_broadcasts, start_broadcasts
 from zero_ref.shard.built import Built, places_of
 from zero_ref.shard.checks import facts_of
-from zero_ref.shard.gradients import WHOLE, Backward, check_no_scaler
+from zero_ref.shard.gradients import SET_BY_SCALERS, WHOLE, Backward, check_no_scaler
 from zero_ref.shard.groups import ids_in, options_of, replace_options
 from zero_ref.shard.local_state import SliceState, StateOfParameters
 from zero_ref.shard.offload import StatePlace
@@ -121,10 +121,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Source: ZeRO stage 1, "P_os" (arXiv:1910.02054, section 5.1).
     """
 
-    # Schedulers set and read these, and so does torch.amp.GradScaler, which multiplies into `grad_scale`.
-    _opt_called = False
-    grad_scale: torch.Tensor | float = 1.0
-    found_inf: torch.Tensor | None = None
+    _opt_called = False  # learning-rate schedulers set and read it
 
     make_options: Callable[..., Options] = Options
     """Makes the options of the arguments. A subclass with options of its own sets it before this constructor.
@@ -615,7 +612,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Return whether an attribute is this optimizer's, and not one of the local optimizer."""
         has = vars(self)
         # `accord` is set last: while this optimizer is constructed, all attributes are its own.
-        return "accord" not in has or name in has or hasattr(type(self), name)
+        return "accord" not in has or name in has or hasattr(type(self), name) or name in SET_BY_SCALERS
 
     if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute
 

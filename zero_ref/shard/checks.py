@@ -191,9 +191,11 @@ def _wrapped_in(param: torch.Tensor) -> list[str]:
     if is_wrapper:
         names, _ = param.__tensor_flatten__()  # type: ignore[attr-defined]
         return list(names)
-    # A subclass with operations of its own, which nothing can take apart, is taken as one tensor.
-    is_plain = type(param).__torch_dispatch__ == torch.Tensor.__torch_dispatch__
-    beside = vars(param).items() if is_plain else ()
+    # Programs set tensors such as `main_grad` on plain parameters. A subclass with operations of its own that
+    # nothing can take apart is taken as one tensor.
+    is_own_class = type(param) not in (torch.Tensor, torch.nn.Parameter)
+    has_memory = type(param).__torch_dispatch__ == torch.Tensor.__torch_dispatch__
+    beside = vars(param).items() if is_own_class and has_memory else ()
     return [name for name, value in beside if isinstance(value, torch.Tensor)]
 
 

@@ -358,6 +358,10 @@ class Backward:
         self.gradients = gradients
 
 
+SET_BY_SCALERS = ("found_inf", "grad_scale")
+"""The attributes that a torch.amp.GradScaler sets on an optimizer for one call of `step`."""
+
+
 def check_no_scaler(optimizer: object, gradients: Gradients) -> None:
     """Refuse a step that a torch.amp.GradScaler has called, if no scaler can work on these gradients.
 
@@ -370,6 +374,6 @@ def check_no_scaler(optimizer: object, gradients: Gradients) -> None:
     """
     if vars(optimizer).get("found_inf") is not None and gradients.why_no_scaler is not None:
         # The scaler removes what it has set on the optimizer only if step() returns.
-        for name in ("found_inf", "grad_scale"):
+        for name in SET_BY_SCALERS:
             vars(optimizer).pop(name, None)
         raise RuntimeError(gradients.why_no_scaler)
