@@ -25,10 +25,14 @@ Shapes = Sequence[tuple[int, ...]]
 STEPS = 3
 LR = 0.1
 CALL = f"{CLASS}(params, Adam, lr={LR})"
+GIVEN_TWICE = (
+    " params was gone through twice. model.parameters() is a generator, and empty the second time: begin "
+    "with self.params = list(params)."
+)
 BACKWARD_AND_STEP = f"a backward and {CLASS}.step()"
 
 
-def _laid_out_by_columns(value: torch.Tensor) -> torch.Tensor:
+def laid_out_by_columns(value: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the same values; a matrix gets the strides of a transposed one."""
     return value.t().contiguous().t() if value.dim() == 2 else value
 
@@ -45,7 +49,7 @@ class Beside:
     def __init__(self, path: str, shapes: Shapes, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         generator = torch.Generator().manual_seed(0)
         self.start = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-        self.start = [_laid_out_by_columns(value) for value in self.start]
+        self.start = [laid_out_by_columns(value) for value in self.start]
         self.params = [nn.Parameter(value.clone()) for value in self.start]
         self.twins = [nn.Parameter(value.clone()) for value in self.start]
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -63,7 +67,10 @@ class Beside:
             if name not in arguments:
                 raise NotYet(f"{CLASS}.__init__ has no argument `{name}`.")
         with self.company.running(call):
-            self.mine = self.own.make(self.params, Adam, lr=LR, **options)
+            try:
+                self.mine = self.own.make(self.params, Adam, lr=LR, **options)
+            except Exception as error:
+                raise self.company.told(call, error, GIVEN_TWICE if self.own.given_again else "") from None
         self.reduces = hasattr(self.mine, "reduce")
         self.package = ZeroRedundancyOptimizer(self.twins, Adam, lr=LR, **options)
         self.values_of_twins = [[value.clone()] for value in self.start]  # the newest first
@@ -126,12 +133,22 @@ class Beside:
         return self.own.backward(self.gradients(step, self.rank), without, measures)
 
     def forget(self) -> None:
-        """Set all gradients to None, as before each backward."""
+        """Set all gradients to None, as before each backward; raise if a piece still has one.
+
+        Collective: all ranks.
+        """
         for param in self.params:
             param.grad = None
         if hasattr(self.mine, "zero_grad"):
             with self.company.running(f"{CLASS}.zero_grad()"):
                 self.mine.zero_grad()
+        left = gathered(sum(p.grad is not None and bool(p.grad.any()) for p in self.pieces()))
+        with alike():
+            for rank, count in enumerate(left):
+                assert not count, (
+                    f"before a backward rank {rank} still has {count} gradients of the step before. "
+                    "zero_grad() has to forget the gradients of what self.local steps."
+                )
 
     def step_mine(self, step: int, without: Sequence[int] = ()) -> None:
         """Make the reader's step on the averaged gradients of a step."""
@@ -170,11 +187,7 @@ class Beside:
                     str(error).replace("local.step()", "self.local.step()").replace("`local`", "`self.local`")
                 )
                 text = text.replace("the plain optimizer", "the package's optimizer")
-                twice = (
-                    " (params was gone through twice. model.parameters() is a generator, and empty the "
-                    "second time: begin with self.params = list(params).)"
-                )
-                raise AssertionError(text + (twice if self.own.given_again else "")) from None
+                raise AssertionError(text + (GIVEN_TWICE if self.own.given_again else "")) from None
 
     @property
     def local(self) -> torch.optim.Optimizer:

@@ -306,7 +306,7 @@ class Company:
             try:
                 yield
             except Exception as error:
-                raise self._told(what, error) from None
+                raise self.told(what, error) from None
         left = gathered(list(self.under_way.values()))
         with alike():
             started = next((each for of_rank in left for each in of_rank), "")
@@ -348,8 +348,8 @@ class Company:
                 + f". {self.advice}"
             )
 
-    def _told(self, what: str, error: BaseException) -> Exception:
-        """Return the exception for the reader: `what` was called, and the error in it."""
+    def told(self, what: str, error: BaseException, advice: str = "") -> Exception:
+        """Return the exception for the reader: `what` was called, its error, and what to do about it."""
         if isinstance(error, (ExerciseFailed, NotYet)):
             return error
         if isinstance(error, NotImplementedError):
@@ -363,7 +363,7 @@ class Company:
             trace = trace.tb_next
         source = linecache.getline(self.file, line).strip() if line else ""
         place = f" ({os.path.basename(self.file)}, line {line}: {source})" if source else ""
-        return ExerciseFailed(f"{text.rstrip('.')}{place}.{_advice(str(error))}")
+        return ExerciseFailed(f"{text.rstrip('.')}{place}.{advice or _advice(str(error))}")
 
 
 def _peer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

@@ -79,13 +79,14 @@ class OwnFile:
         BaseException: a line of the file raised it.
 
     Attributes:
+        names: what the file defines.
         mine: the reader's optimizer, once it is made.
         given_again: the optimizer went through the parameters twice.
         after_hook: is called after each hook in a backward that does not measure.
     """
 
     def __init__(self, path: str) -> None:
-        self._names = vars(load_own(path))
+        self.names = vars(load_own(path))
         self._params: list[nn.Parameter] = []
         self._hooked = False
         self._called: Callable[[], object] | None = None
@@ -95,19 +96,21 @@ class OwnFile:
 
     def function(self, name: str) -> Answer | None:
         """Return a function of the file, or None if there is none."""
-        found = self._names.get(name)
+        found = self.names.get(name)
         return None if found is None else Answer(found)
 
-    def arguments(self) -> list[str] | None:
-        """Return the arguments of the class, or None if there is no class."""
-        made = self._names.get(CLASS)
+    def arguments(self, name: str = CLASS) -> list[str] | None:
+        """Return the arguments of the class of this name, or None if there is no such class."""
+        made = self.names.get(name)
         return list(inspect.signature(made).parameters) if isinstance(made, type) else None
 
     def make(self, params: list[nn.Parameter], optimizer_class: type[Optimizer], **options: Any) -> Any:
         """Make the reader's optimizer of these parameters."""
         self._params, given = params, Once(params)
-        self.mine = self._names[CLASS](given, optimizer_class, **options)
-        self.given_again = given.again
+        try:
+            self.mine = self.names[CLASS](given, optimizer_class, **options)
+        finally:
+            self.given_again = given.again
         return self.mine
 
     def backward(
@@ -120,7 +123,7 @@ class OwnFile:
             backward, after each hook and in the end.
         """
         loss, held = Given(self._params)(coefficients, without), list[int]()
-        within_reach = [self.mine, self._names, self._params]
+        within_reach = [self.mine, self.names, self._params]
         before = memory_within_reach(within_reach) if measures else {}
 
         def look() -> None:

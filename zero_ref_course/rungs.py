@@ -152,6 +152,21 @@ FOUNDATION = ("owners", "step")
 """The rungs on which all others stand: if one of them does not hold, the others are not checked."""
 
 
+def rung_named(name: str) -> str:
+    """Return the name in `RUNGS` of a rung that is named so, or as it is printed.
+
+    >>> rung_named("to owners"), rung_named("to_owners")
+    ('to_owners', 'to_owners')
+
+    Raises:
+        ValueError: there is no such rung.
+    """
+    rung = name.replace(" ", "_")
+    if rung not in RUNGS:
+        raise ValueError(f"there is no rung {name!r}; there are {', '.join(RUNGS)}.")
+    return rung
+
+
 def check_rungs(path: str | os.PathLike[str], upto: str | None = None) -> Iterator[RungResult]:
     """Check the rungs of the reader's file, one after the other, and yield their results.
 
@@ -159,15 +174,14 @@ def check_rungs(path: str | os.PathLike[str], upto: str | None = None) -> Iterat
     ['holds', 'not yet']
 
     Args:
-        upto: the last rung to check; None for all.
+        upto: the last rung to check, by its name here or as it is printed; None for all.
     Raises:
         OSError: the file cannot be read.
         ValueError: there is no such rung.
     Cost:
         Some seconds: each rung runs on two and on three real ranks.
     """
-    if upto is not None and upto not in RUNGS:
-        raise ValueError(f"there is no rung {upto!r}; there are {', '.join(RUNGS)}.")
+    upto = None if upto is None else rung_named(upto)
     file = os.path.realpath(path)
     Path(file).read_bytes()
     for name in RUNGS:
@@ -186,8 +200,7 @@ def check_my_zero(rung: str, path: str | os.PathLike[str] = FILE) -> None:
     Raises:
         ValueError: there is no such rung.
     """
-    if rung not in RUNGS:
-        raise ValueError(f"there is no rung {rung!r}; there are {', '.join(RUNGS)}.")
+    rung = rung_named(rung)
     if not os.path.exists(path):
         print(
             f"There is no {path} yet. Write it in any editor, beside this notebook, and run this cell again; "

@@ -17,7 +17,8 @@ from wrong_my_zero import CHANGED, FLAT, GROUPS, IN_BACKWARD, TO_OWNERS
 from zero_ref import cli
 from zero_ref.lab import ranks
 from zero_ref.stairs import STAIRS
-from zero_ref_course.rungs import RUNGS, check_my_zero, check_rung, check_rungs
+from zero_ref_course import rungs as rungs_module
+from zero_ref_course.rungs import RUNGS, RungResult, check_my_zero, check_rung, check_rungs
 from zero_ref_course.stubs import answer, stub
 
 
@@ -210,6 +211,25 @@ def test_the_command_ends_with_1_if_the_rung_asked_for_does_not_hold(
     printed = capsys.readouterr()
     assert [result["state"] for result in json.loads(printed.out)] == ["holds", "not yet"]
     assert "hello" in printed.err
+
+
+@pytest.mark.parametrize("name", ["to owners", "to_owners"])
+def test_a_rung_is_also_named_as_it_is_printed(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graded: list[str] = []
+
+    def holds(rung: str, path: object) -> RungResult:
+        graded.append(rung)
+        return RungResult(rung, "holds", "as it should")
+
+    monkeypatch.setattr(rungs_module, "check_rung", holds)
+    file = tmp_path / "my_zero.py"
+    file.write_text(RULE)
+    assert cli.main(["check", str(file), "--rung", name]) == 0
+    assert graded[-1] == "to_owners"
+    check_my_zero(name, file)
+    assert capsys.readouterr().out.count("to owners") == 2
 
 
 @pytest.mark.parametrize(

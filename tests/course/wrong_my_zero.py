@@ -130,6 +130,12 @@ CHANGED = {
          {"self.params, self.group = list(params), group\n":
               "self.params, self.group = params, group\n        params = list(params)\n"},
          "generator|list index|not subscriptable"),
+        ("gone_through_twice",
+         {"self.params, self.group = list(params), group\n":
+              "self.params, self.group = list(params), group\n        self.params = list(params)\n",
+          '[{"params": [self.params[number] for number in self.mine]}]':
+              "[self.params[number] for number in self.mine]"},
+         r"^(?!.*may own nothing).*empty parameter list.* gone through twice.* = list\(params\)\.$"),
         ("other_owners",
          {"self.owners = assign_owners(":
               "self.owners = (lambda sizes, n: [i % n for i in range(len(sizes))])("},
@@ -205,6 +211,20 @@ CHANGED = {
          "an equal share of|is None"),
         ("breaks_in_the_hook", {"own = self.shards[param], self": "own = self.shards[gradient], self"},
          r"KeyError.*wrong\.py, line \d+: shard, own"),
+    ],
+    ("flat", "step"): [
+        ("never_forgets", {"        self.zero_grad = self.local.zero_grad\n": ""},
+         r"still has 1 gradients of the step before. zero_grad\(\) has to forget"),
+    ],
+    ("flat", "to_owners"): [
+        ("averages_in_step",
+         {"                    self.keep(piece,": "                    self.later.append((piece,",
+          "- owner * self.share)\n\n    def": "- owner * self.share))\n\n    def",
+          "        self.local.step()\n":
+              "        for each in self.later:\n            self.keep(*each)\n"
+              "        self.local.step()\n        self.later = []\n",
+          "        self.shares = ": "        self.later = []\n        self.shares = "},
+         "is None. Each average has to be in .grad of what its owner steps when backward is over"),
     ],
     ("overlap", "to_owners"): [
         ("all_reduced", {}, "every average to every rank, by all_reduce"),

@@ -72,7 +72,8 @@ def _check_notebook(arguments: argparse.Namespace) -> int:
 def _check_own(arguments: argparse.Namespace) -> int:
     rungs = need("zero_ref_course.rungs")
     results = _told(arguments, lambda: rungs.check_rungs(arguments.file, arguments.rung), rungs.line)
-    wanting = arguments.rung and (results[-1].rung, results[-1].state) != (arguments.rung, "holds")
+    last = results[-1]
+    wanting = arguments.rung and (last.rung, last.state) != (rungs.rung_named(arguments.rung), "holds")
     return 1 if wanting or any(result.state == "FAILED" for result in results) else 0
 
 
