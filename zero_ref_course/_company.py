@@ -51,7 +51,7 @@ POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 MET = (
     *("broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
     *("reduce_scatter_tensor", "gather", "scatter", "all_gather_object", "gather_object", "barrier"),
-    "broadcast_object_list",
+    *("broadcast_object_list", "all_gather_single", "reduce_scatter_single"),
 )
 """Collectives that all ranks must call alike."""
 
@@ -281,7 +281,7 @@ class Company:
         """
         self.calls, self.under_way = [], {}
         with contextlib.ExitStack() as patches:
-            for name in (*MET, *POINT_TO_POINT):
+            for name in filter(dist.__dict__.__contains__, (*MET, *POINT_TO_POINT)):  # newer torch has more
                 patches.enter_context(patch.object(dist, name, self._in_company(name, getattr(dist, name))))
             try:
                 yield
@@ -318,9 +318,10 @@ class Company:
 
     def _in_company(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def in_company(*args: Any, **kwargs: Any) -> Any:
-            tensor = next(
-                (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)), None
-            )
+            given = [*args, *kwargs.values()]
+            tensor = next((each for each in given if isinstance(each, torch.Tensor)), None)
+            if any(map(_is_freed, given)):
+                raise ExerciseFailed(f"dist.{name} was given a tensor whose memory was freed by resize_.")
             peer = _peer(name, args, kwargs)
             if name in MET:
                 self._meet(self.says(name, tensor, peer))
@@ -364,6 +365,13 @@ class Company:
         source = linecache.getline(self.file, line).strip() if line else ""
         place = f" ({os.path.basename(self.file)}, line {line}: {source})" if source else ""
         return ExerciseFailed(f"{text.rstrip('.')}{place}.{advice or _advice(str(error))}")
+
+
+def _is_freed(given: Any) -> bool:
+    """Whether this is a tensor without its memory, which a call would read or write nevertheless."""
+    if isinstance(given, (list, tuple)):
+        return any(map(_is_freed, given))
+    return isinstance(given, torch.Tensor) and given.numel() > 0 and not given.untyped_storage().nbytes()
 
 
 def _peer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_ref.lab.own import CLASS, load_own
+from zero_ref.lab.own import CLASS, CLASS_3, load_own
 from zero_ref_course import Answer
 
 
@@ -112,6 +112,10 @@ class OwnFile:
         finally:
             self.given_again = given.again
         return self.mine
+
+    def make_3(self, model: nn.Module, optimizer_class: type[Optimizer], **options: Any) -> Any:
+        """Make the reader's optimizer of stage 3 of this model."""
+        return self.names[CLASS_3](model, optimizer_class, **options)
 
     def backward(
         self, coefficients: Sequence[torch.Tensor], without: Sequence[int], measures: bool

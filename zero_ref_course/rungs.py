@@ -18,7 +18,12 @@ from torch.optim import Adam
 
 from zero_ref.lab.own import FILE
 from zero_ref.lab.ranks import RankError
-from zero_ref_course import _rungs_of_hooks as hooks, _rungs_of_state as states, _rungs_of_steps as steps
+from zero_ref_course import (
+    _rungs_of_blocks as blocks,
+    _rungs_of_hooks as hooks,
+    _rungs_of_state as states,
+    _rungs_of_steps as steps,
+)
 from zero_ref_course._company import NotYet, OnAllRanks, on_ranks
 
 __all__ = ["check_my_zero", "check_rungs", "check_rung", "RungResult", "RUNGS"]
@@ -112,6 +117,17 @@ def _shards(path: str) -> str:
     )
 
 
+def _stage_3(path: str) -> str:
+    run(blocks.stage_3, 3, path)
+    held = run(blocks.stage_3, 2, path)
+    said = f"blocks are gathered, used and freed; a rank of 2 keeps {held:,} bytes of parameters, and the"
+    try:
+        run(blocks.stage_3, 2, path, torch.bfloat16, master_dtype=torch.float32)
+    except NotYet:
+        return f"{said} updates are the package's"
+    return f"{said} updates are the package's, in 16 bits too"
+
+
 def _checkpoint(path: str) -> str:
     state, params = run(states.saved, 3, path, MANY)
     run(states.resumed, 2, path, MANY, state, params)
@@ -142,6 +158,7 @@ RUNGS: dict[str, Rung] = {
     "in_backward": Rung(6, _in_backward),
     "to_owners": Rung(7, _to_owners),
     "shards": Rung(7, _shards),
+    "stage_3": Rung(8, _stage_3),
     "checkpoint": Rung(10, _checkpoint),
     "masters": Rung(12, _masters),
     "options": Rung(14, _options),

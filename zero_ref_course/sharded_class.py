@@ -38,7 +38,7 @@ ABOUT_MY_ZERO = " The arguments are those of the text: MyZero(params, optimizer_
 ROUNDED = -1
 """The age of a value that differs from the newest by rounding alone, where a step averages gradients."""
 AGAIN = "averages the gradients again"
-REDUCTIONS = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"}
+REDUCTIONS = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"}
 
 
 class Counted(torch.optim.AdamW):

@@ -98,6 +98,108 @@ class MyZero:
 '''
 """An answer to the rung shards, and to no other, that is built in another way than the stair."""
 
+GATHERED = '''"""Written from the text of the rung stage 3 alone."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Block:
+    def __init__(self, module, params, master_dtype):
+        self.params = params
+        n = dist.get_world_size()
+        total = sum(p.numel() for p in params)
+        per_rank = (total + n - 1) // n
+        self.whole = torch.zeros(per_rank * n, dtype=params[0].dtype)
+        start = 0
+        for p in params:
+            window = self.whole[start : start + p.numel()]
+            window.copy_(p.detach().as_strided((p.numel(),), (1,)))
+            p.data = window.as_strided(p.shape, p.stride())
+            start += p.numel()
+        self.nbytes = self.whole.nbytes
+        rank = dist.get_rank()
+        share = self.whole[rank * per_rank : (rank + 1) * per_rank]
+        self.share = nn.Parameter(share.to(master_dtype or share.dtype, copy=True))
+        self.there = True
+        self.complete = 0
+        self.free()
+        module.register_forward_pre_hook(self.before_forward)
+        module.register_forward_hook(self.after_forward)
+        for p in params:
+            p.register_post_accumulate_grad_hook(self.one_complete)
+
+    def free(self):
+        self.whole.untyped_storage().resize_(0)
+        self.there = False
+
+    def gather(self):
+        if self.there:
+            return
+        self.whole.untyped_storage().resize_(self.nbytes)
+        all_gather(self.whole, self.share.detach().to(self.whole.dtype))
+        self.there = True
+
+    def before_forward(self, module, arguments):
+        self.gather()
+
+    def after_forward(self, module, arguments, output):
+        self.free()
+        output.register_hook(lambda gradient: self.gather())
+
+    def one_complete(self, param):
+        self.complete += 1
+        if self.complete == len(self.params):
+            self.reduce()
+
+    @torch.no_grad()
+    def reduce(self):
+        n = dist.get_world_size()
+        flat = torch.zeros(self.share.numel() * n, dtype=self.params[0].dtype)
+        start = 0
+        for p in self.params:
+            if p.grad is not None:
+                flat[start : start + p.numel()] = p.grad.as_strided((p.numel(),), (1,))
+            start += p.numel()
+            p.grad = None
+        flat /= n
+        out = torch.empty(self.share.numel(), dtype=flat.dtype)
+        reduce_scatter(out, flat)
+        out = out.to(self.share.dtype)
+        if self.share.grad is None:
+            self.share.grad = out
+        else:
+            self.share.grad += out
+        self.complete = 0
+        self.free()
+
+
+class MyZero3:
+    def __init__(self, model, optimizer_class, blocks=(), master_dtype=None, **defaults):
+        taken = set()
+        self.blocks = []
+        for block in blocks:
+            params = list(block.parameters())
+            taken.update(params)
+            self.blocks.append(Block(block, params, master_dtype))
+        rest = [p for p in model.parameters() if p not in taken]
+        if rest:
+            self.blocks.append(Block(model, rest, master_dtype))
+        self.local = optimizer_class([b.share for b in self.blocks], **defaults)
+        self.zero_grad = self.local.zero_grad
+
+    def step(self):
+        for b in self.blocks:
+            if b.complete:
+                b.reduce()
+        self.local.step()
+'''
+"""An answer to the rung stage_3, and to no other, that is built in another way than the stair."""
+
 CHANGED = {
     ("owners", "owners"): [
         ("smallest_first", {"-numels[number]": "numels[number]"}, "it belongs to rank 0"),
@@ -300,6 +402,107 @@ CHANGED = {
         ("stored_too", {"piece = gradient[first:stop].clone()": "piece = gradient[first:stop].clone()\n"
                         "                self.whole = {**getattr(self, 'whole', {}), param: gradient}"},
          r"rank 0 holds [\d,]+ bytes of gradients"),
+    ],
+    ("parameters", "stage_3"): [
+        ("keeps_after_forward",
+         {"            self.free()\n            for tensor in": "            for tensor in"},
+         r"in the forward of block \d rank 0 holds .* Free a block after its forward"),
+        ("not_gathered_for_backward",
+         {"        self.in_backward = True\n        self.gather()\n": "        self.in_backward = True\n"},
+         r"the backward of block 5 finds its parameters freed.* gather again in a hook of the output"),
+        ("steps_a_copy", {"torch.nn.Parameter(part)": "torch.nn.Parameter(part.clone())"},
+         "values from before step 1. Gather the share that self.local steps, not a copy"),
+        ("sum_not_averaged", {".div_(self.world_size)": ""},
+         "are 3 times the averages .* divide by the number of ranks, which is 3, once"),
+        ("averages_twice", {".div_(self.world_size)": ".div_(self.world_size**2)"}, "are 0.3333 times"),
+        ("averages_over_uses", {".div_(self.world_size)": ".div_(2 * self.world_size)"}, "are 0.5 times"),
+        ("freed_with_the_first_gradient",
+         {"if all(param.grad is not None": "if any(param.grad is not None"},
+         "the backward of block 5 finds its parameters freed.* of all parameters of the block"),
+        ("never_freed",
+         {"        self.whole.untyped_storage().resize_(0)\n        for param in self.params:\n": "",
+          "            param.data = self.whole[:0]": "        pass"},
+         r"after MyZero3\(.* holds [\d,]+ bytes of whole parameters. Free them when the shares are copied"),
+        ("keeps_after_backward",
+         {"        self.in_backward = False\n        self.free()\n": "        self.in_backward = False\n"},
+         r"in the backward of block \d rank 0 holds .* when the gradients of all its parameters are"),
+        ("waits_for_the_unused",
+         {"            if block.in_backward:  # it waits for a gradient that will not come\n"
+          "                block.reduce()\n":
+              "            while block.in_backward:\n                pass\n"},
+         r"did not come to an end.* rank 0 stood in step, line \d\d"),
+        ("one_rank_reduces_the_unused",
+         {"            if block.in_backward:  #":
+              "            if block.in_backward and not dist.get_rank():  #"},
+         "the ranks make different calls, so some would wait for ever: rank 0 calls reduce_scatter"),
+        ("leaves_the_unused",
+         {"                block.reduce()\n": "                pass\n"},
+         "a parameter of block 2 is not used, .* step.. has to reduce what is left, and free it"),
+        ("stumbles_over_the_unused", {"            if param.grad is not None:\n                part":
+                                          "            if True:\n                part"},
+         r"raised .*wrong\.py, line \d+"),
+    ],
+    ("gathered", "stage_3"): [
+        ("reduces_for_each_use",
+         {"        for p in params:\n            p.register":
+              "        if not hasattr(module, 'blocks'):\n"
+              "            module.register_full_backward_hook(lambda *_: self.reduce())\n"
+              "        for p in params if hasattr(module, 'blocks') else []:\n            p.register"},
+         r"something is reduced twice. Block 1 is used twice in a forward"),
+        ("parameters_in_master_dtype",
+         {"self.whole = torch.zeros(per_rank * n, dtype=params[0].dtype)":
+              "self.whole = torch.zeros(per_rank * n, dtype=master_dtype or params[0].dtype)"},
+         "the forward of the model's own parameters finds torch.float32 in its parameters, which are "
+         "torch.bfloat16: only shares"),
+        ("shares_in_16_bits", {"master_dtype or share.dtype": "share.dtype"},
+         "with master_dtype=torch.float32 the local optimizer steps torch.bfloat16"),
+        ("gathers_masters", {".to(self.whole.dtype))": ")"}, "raised|never had"),
+        ("new_memory_each_time",
+         {"        self.whole.untyped_storage().resize_(self.nbytes)\n":
+              "        self.whole = torch.zeros(self.nbytes // self.share.itemsize)\n",
+          "        self.there = True\n\n":
+              "        self.there, start = True, 0\n"
+              "        for p, shape, stride in self.forms:\n"
+              "            p.data = self.whole.as_strided(shape, stride, start)\n"
+              "            start += p.numel()\n\n",
+          "        self.there = False\n":
+              "        self.whole, self.there = torch.zeros(0), False\n"
+              "        for p in self.params:\n            p.data = torch.zeros(0)\n",
+          "        self.nbytes =": "        self.forms = [(p, p.shape, p.stride()) for p in params]\n"
+                                   "        self.nbytes =",
+          "        self.whole.untyped_storage().resize_(0)\n": ""},
+         r"in the forward of block \d rank 0 holds .* also those that autograd has kept"),
+        ("forgets_the_root", {"        if rest:\n": "        if not rest:\n"},
+         "What no block has belongs to the model, which gathers it too"),
+        ("slice_of_what_is_freed", {"share.to(master_dtype or share.dtype, copy=True)": "share"},
+         "what self.local steps on rank 0 has no memory"),
+        ("gathered_into_no_memory", {"        self.whole.untyped_storage().resize_(self.nbytes)\n": ""},
+         r"dist\.all_gather\w+ was given a tensor whose memory was freed"),
+        ("share_kept_twice",
+         {"        self.there = True\n        self.complete":
+              "        self.there, self.old = True, self.share.clone()\n        self.complete"},
+         r"rank 0 holds [\d,]+ bytes between iterations, and its shares with their state have [\d,]+"),
+        ("not_gathered_for_forward", {"        module.register_forward_pre_hook(self.before_forward)\n": ""},
+         "the forward of the model's own parameters finds its parameters freed. Gather them in a hook"),
+        ("gradients_kept", {"            p.grad = None\n": ""},
+         r"after backward rank 0 holds [\d,]+ bytes more .* Set param.grad to None"),
+        ("last_backward_alone", {"self.share.grad += out": "self.share.grad = out"},
+         "those of the last backward alone"),
+        ("all_reduced_whole",
+         {"        reduce_scatter(out, flat)\n":
+              "        dist.all_reduce(flat)\n"
+              "        out = flat.chunk(n)[dist.get_rank()].clone()\n"},
+         "backward calls all_reduce, which takes whole gradients to every rank"),
+        ("reduces_in_step",
+         {"            self.reduce()\n\n    @": "            self.free()\n\n    @",
+          "            if b.complete:": "            if any(p.grad is not None for p in b.params):"},
+         "backward reduces no gradient. Register a hook"),
+        ("moves_the_unused",
+         {"            if b.complete:": "            if b.complete or b.share.grad is None:"},
+         "values that moved in an iteration that did not use the block"),
+        ("waits_for_one_another", {"        self.gather()\n\n    def after_forward":
+            "        if dist.get_rank() == 0:\n            self.gather()\n\n    def after_forward"},
+         "the ranks make different calls|finds its parameters freed"),
     ],
     ("checkpoint", "checkpoint"): [
         ("own_numbers", {"                mine[number] = {": "                mine[len(mine)] = {"},

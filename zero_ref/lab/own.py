@@ -26,6 +26,9 @@ from zero_ref.plan.rules import sorted_greedy
 CLASS = "MyZero"
 """The name of the class in the reader's file."""
 
+CLASS_3 = "MyZero3"
+"""The name of the class of stage 3 there, which is given a model and its blocks."""
+
 FILE = "my_zero.py"
 """The name of the file in the book."""
 

@@ -26,7 +26,7 @@ def register_check(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--rung",
         help="of a Python file: look no further than this rung, which must hold: owners, step, buckets, "
-        "in_backward, to_owners, shards, checkpoint, masters or options",
+        "in_backward, to_owners, shards, stage_3, checkpoint, masters or options",
     )
     parser.add_argument(
         "--class", dest="class_name", metavar="NAME",
