@@ -328,8 +328,8 @@ MUTANTS = [
     Mutant(
         "only whole parameters are scaled",
         "clip/grad_norm.py",
-        "if not own.is_whole and own.piece.param in of_zero)",
-        "if False)",
+        "for own in zero.shard.parts if own.piece.param in of_zero)",
+        "for own in zero.shard.parts if False)",
         ("tests/backward/test_sharded_data_parallel.py", "tests/clip/test_clip.py", "-k", "clip"),
     ),
     # ------------------------------------------------------------------------------------- backward and state

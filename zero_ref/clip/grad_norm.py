@@ -100,7 +100,7 @@ def clip_grad_norm_(
     # Scale the gradients of parameters, and those that slices of parameters have.
     for zero, of_zero in chosen.items():
         tensors += of_zero.values()
-        tensors += (own.leaf for own in zero.shard.owned if not own.is_whole and own.piece.param in of_zero)
+        tensors += (own.leaf for own in zero.shard.parts if own.piece.param in of_zero)
     clip_grads_with_norm_(tensors, float(max_norm), total, foreach)
     # A step refuses gradients that were changed otherwise, so note that this change is right.
     for zero in chosen:

@@ -51,6 +51,7 @@ class Shard:
 
     Attributes:
         owned: the slices that this rank owns.
+        parts: the owned slices that are not all of their parameter.
         copies: the owned slices whose local tensors are copies.
         optim: the local optimizer.
         steppers: the objects that step the slices.
@@ -176,9 +177,7 @@ class Shard:
             to_zeros: set the `.grad` of each of these parameters to zeros if its slice had a gradient, as the
                 next backward adds to that; else to None, as only a change of it was to be noticed.
         """
-        for own in self.owned:
-            if own.is_whole:
-                continue
+        for own in self.parts:
             if to_zeros:
                 had = own.leaf.grad is not None
                 own.param.grad = torch.zeros_like(own.param, requires_grad=False) if had else None
@@ -227,6 +226,7 @@ class Shard:
         """Find the slices that are copies, and make the steppers."""
         built = self.built
         self._devices = [own.local.device for own in self.owned]
+        self.parts = [own for own in self.owned if not own.is_whole]
         self.copies = Copies(self.owned, self.place_of_state)
         self.steppers = Steppers(
             self.owned,
