@@ -395,7 +395,7 @@ def _peak_of_the_stair() -> float:
 
 @prediction(
     "stages.gathers",
-    "A GPT with three blocks and its root: how many all-gathers are in one iteration of stage 3?",
+    "A GPT with three blocks and its root: how many all-gathers does `fully_shard` make in an iteration?",
     unit="all-gathers",
 )
 def _gathers() -> float:
