@@ -125,11 +125,6 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "step_diagram, stage 2 in buckets": lambda: plots.step_diagram(
         sorted_greedy(NUMELS, 3), names=NAMES, stage=2, blocks=[[0], [1, 2, 3], [4, 5]]
     ),
-    "step_diagram, stage 3": lambda: plots.step_diagram(
-        plots.cut_each([60, 9, 40, 6], 3), names=["W1", "b1", "W2", "b2"], stage=3, blocks=[[0, 1], [2, 3]]
-    ),
-    "step_diagram, stage 3 on 8 ranks": lambda: plots.step_diagram(plots.cut_each([800] * 3, 8), stage=3),
-    "step_diagram, stage 3 on 1 rank": lambda: plots.step_diagram(plots.cut_each([5], 1), stage=3),
     "step_diagram, stage 2 of nothing": lambda: plots.step_diagram(sorted_greedy([0], 2), stage=2),
     "ring_rounds, 2 ranks": lambda: plots.ring_rounds(2),
     "ring_rounds, 3 ranks": lambda: plots.ring_rounds(3),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -31,7 +30,7 @@ from zero_ref.live.palette import (
     tint,
 )
 from zero_ref.live.ring import ring_states
-from zero_ref.live.step import AVERAGED, GATHERED
+from zero_ref.live.step import AVERAGED
 from zero_ref.live.svg import MARGIN, Drawing
 from zero_ref.plan.choice import RULES
 from zero_ref.plan.partition import ParamSpec, Partition
@@ -298,25 +297,19 @@ def fills(drawing: Drawing) -> list[Counter[str]]:
     return list(strips.values())
 
 
-def test_in_stage_3_a_rank_has_its_own_pieces_and_for_a_moment_one_block() -> None:
-    partition = plots.cut_each([60, 30, 60], 3)
-    one = partial(plots.step_diagram, partition, stage=3)
-    for rank, strip in enumerate(fills(one(phases=["step"]))):
-        assert strip == {WHO[rank]: 3, "": 6}
-    for rank, strip in enumerate(fills(one(phases=["forward"]))):
-        lent = {tint(colour, GATHERED): 1 for owner, colour in enumerate(WHO) if owner != rank}
-        assert strip == {WHO[rank]: 3, **lent, "": 4}
-    backward = one(phases=["backward"])
-    assert len(fills(backward)) == 6
-    for rank, strip in enumerate(fills(backward)[1::2]):
+def test_in_stage_2_a_rank_has_all_parameters_and_its_own_pieces_of_averaged_gradients() -> None:
+    drawing = plots.step_diagram(plots.cut_each([60, 30, 60], 3), stage=2, phases=["backward"])
+    strips = fills(drawing)
+    assert strips[::2] == [dict.fromkeys(WHO, 3)] * 3
+    for rank, strip in enumerate(strips[1::2]):
         # The last block's gradients are averaged, the middle one's are whole, the first one's are not there.
         assert strip == {tint(WHO[rank], AVERAGED): 1, FAINT: 3, "": 2 + 3}
-    assert not [one for one in found(backward, "rect") if one.attrib["fill"].startswith("url")]
+    assert not [one for one in found(drawing, "rect") if one.attrib["fill"].startswith("url")]
 
 
-@pytest.mark.parametrize(("phase", "to_owner"), [("forward", False), ("backward", True)])
-def test_arrows_lead_from_owners_in_forward_and_to_owners_in_backward(phase: str, to_owner: bool) -> None:
-    drawing = plots.step_diagram(plots.cut_each([60, 60], 3), stage=3, phases=[phase])
+@pytest.mark.parametrize(("phase", "to_owner"), [("broadcast", False), ("backward", True)])
+def test_arrows_lead_from_owners_after_the_step_and_to_owners_in_backward(phase: str, to_owner: bool) -> None:
+    drawing = plots.step_diagram(plots.cut_each([60, 60], 3), stage=2, phases=[phase])
     solid = [one for one in found(drawing, "rect") if one.get("stroke") is None and one.get("width") != "7"]
     tops = sorted({number(one, "y") for one in solid})
     strips = tops[1::2] if phase == "backward" else tops
@@ -325,7 +318,7 @@ def test_arrows_lead_from_owners_in_forward_and_to_owners_in_backward(phase: str
         y = float(one.attrib["points"].split()[-1].split(",")[1])
         ends[one.attrib["fill"], max(rank for rank, top in enumerate(strips) if top <= y)] += 1
     wanted = {
-        (WHO[owner], rank): 2 if to_owner else 1
+        (WHO[owner], rank): 2
         for owner in range(3) for rank in range(3) if (owner == rank) == to_owner
     }  # fmt: skip
     assert ends == wanted
@@ -334,10 +327,9 @@ def test_arrows_lead_from_owners_in_forward_and_to_owners_in_backward(phase: str
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage": 4}, "stage 4 is not drawn"),
-        ({"stage": 3, "phases": ["broadcast"]}, "choose of forward, backward, step"),
-        ({"stage": 3, "lost": [0]}, "stage 3 sends no new parameters"),
-        ({"stage": 3, "blocks": [[0], [0]]}, "each of the 2 parameters once"),
+        ({"stage": 3}, "stage 3 is not drawn"),
+        ({"stage": 2, "phases": ["reduce"]}, "choose of forward, backward, step"),
+        ({"stage": 2, "blocks": [[0], [0]]}, "each of the 2 parameters once"),
     ],
 )
 def test_a_step_that_a_stage_does_not_have_is_refused(options: dict[str, Any], message: str) -> None:

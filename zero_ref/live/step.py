@@ -29,11 +29,6 @@ PHASES_OF_STAGE = {
         "backward": "Backward: each bucket of gradients is averaged at its owners",
         **{phase: PHASES[phase] for phase in ("step", "broadcast", "equal")},
     },
-    3: {
-        "forward": "Forward: a block is gathered, used and freed",
-        "backward": "Backward: a block is gathered again, its gradients averaged at their owners",
-        "step": "Each rank updates what it owns; nothing is sent",
-    },
 }
 
 LOST = {"broadcast": "not sent", "equal": "stale"}
@@ -43,8 +38,8 @@ SIDE, NAMES, NUMBER, EACH, TWO = 14.0, 50.0, 16.0, 36.0, 1.3
 """Pixels of the margins, of the ranks' names, of a phase's number, and from one rank to the next; how many
 times as far that is where a rank has a strip of parameters and one of gradients."""
 
-GATHERED, AVERAGED = 0.55, 0.4
-"""The strength of the owner's colour in parameters held for a moment, and in averaged gradients."""
+AVERAGED = 0.4
+"""The strength of the owner's colour in averaged gradients."""
 
 HEAD, ASIDE = 6.0, 0.22
 """Pixels of half an arrow's head; the part of a box to the left of an arrow that goes past its name."""
@@ -61,14 +56,14 @@ def step_diagram(
 ) -> Drawing:
     """One step from above: ranks as rows, parameters as boxes to scale, coloured by owner; hatched is old.
 
-    In the backward of stages 2 and 3 a rank has two strips: parameters, and gradients below them. An empty
-    box is what the rank does not hold.
+    In the backward of stage 2 a rank has two strips: parameters, and gradients below them. An empty box is
+    what the rank does not hold. `pieces_over_time` draws all stages.
 
     >>> from zero_ref.plan.rules import sorted_greedy
     >>> step_diagram(sorted_greedy([6, 5, 4, 2], 2), names=["wte", "qkv", "fc", "proj"]).words
     'One step of ZeRO on 2 ranks: reduce, step, broadcast, equal.'
-    >>> step_diagram(cut_each([6, 6, 4, 4], 2), stage=3, blocks=[[0, 1], [2, 3]]).words
-    "One step of ZeRO's stage 3 on 2 ranks: forward, backward, step."
+    >>> step_diagram(cut_each([6, 6, 4, 4], 2), stage=2, phases=["backward", "step"]).words
+    "One step of ZeRO's stage 2 on 2 ranks: backward, step."
 
     Args:
         partition: a small one, of at most 8 ranks.
@@ -76,12 +71,12 @@ def step_diagram(
         phases: which of the stage's PHASES_OF_STAGE to draw, in this order; None for all. Each keeps
             the number that it has in the whole step.
         lost: parameters whose broadcast is left out. They stay stale on every rank but their owner.
-        stage: of ZeRO, 1 to 3.
-        blocks: the parameters of each block that stage 3 gathers together, or of each bucket of stage 2's
-            gradients, in the order of forward; None for one of each parameter. A middle one is being sent.
+        stage: of ZeRO, 1 or 2.
+        blocks: the parameters of each bucket of stage 2's gradients, in the order of forward; None for one of
+            each parameter. A middle one is being sent.
     Raises:
-        ValueError: more than 8 ranks, an unknown stage or phase, not one name for each parameter, blocks that
-            do not have each parameter once, or a lost broadcast where nothing is sent.
+        ValueError: more than 8 ranks, an unknown stage or phase, not one name for each parameter, or blocks
+            that do not have each parameter once.
     """
     names = names_of(partition, names)
     if stage not in PHASES_OF_STAGE:
@@ -91,8 +86,6 @@ def step_diagram(
     blocks = [[param] for param in range(len(names))] if blocks is None else blocks
     if sorted(param for block in blocks for param in block) != list(range(len(names))):
         raise ValueError(f"blocks must have each of the {len(names)} parameters once, got {blocks}.")
-    if lost and "broadcast" not in of_stage:
-        raise ValueError(f"stage {stage} sends no new parameters: none of {list(lost)} can be lost.")
     if partition.world_size > len(RANK_COLOURS):
         raise ValueError(
             f"{partition.world_size} ranks do not fit: draw a step of at most {len(RANK_COLOURS)}."
@@ -108,7 +101,7 @@ def step_diagram(
 
 
 def cut_each(numels: Sequence[int], world_size: int) -> Partition:
-    """Cut each parameter into as many pieces as there are ranks, as stage 3 does.
+    """Cut each parameter into as many pieces as there are ranks.
 
     >>> cut_each([6, 3], 2).slices_of_rank[1]
     (Slice(param=0, start=3, stop=6), Slice(param=1, start=1, stop=3))
@@ -177,9 +170,7 @@ class Board(NamedTuple):
         if self.stage == 1:
             return "a colour: an owner; hatched: old"
         words = ["a colour: an owner"]
-        if self.stage == 3:
-            words.append("pale: gathered")
-        if {"step", "broadcast"} & set(phases) and self.stage == 2:
+        if {"step", "broadcast"} & set(phases):
             words.append("hatched: old")
         if "backward" in phases:
             words.append("grey: a rank's own gradients, not averaged yet")
@@ -204,17 +195,14 @@ class Board(NamedTuple):
         """Whether a parameter, or its gradient, is on its way in a phase that is drawn."""
         if phase == "broadcast":
             return param not in self.lost
-        if phase == "backward" or (phase == "forward" and self.stage == 3):
-            return self._until(phase, param) == 0
-        return False
+        return phase == "backward" and self._until(param) == 0
 
-    def _until(self, phase: str, param: int) -> int:
-        """Count the blocks to come before the parameter's: 0 if it is the current one, below 0 if it is past.
-
-        Forward goes from the first block to the last, backward from the last to the first.
+    def _until(self, param: int) -> int:
+        """Count the blocks that backward comes to before the parameter's: 0 for the current one, which is a
+        middle one, and below 0 if it is past.
         """
         blocks, own = max(self.block_of_param.values()) + 1, self.block_of_param[param]
-        return own - blocks // 2 if phase == "forward" else (blocks - 1) // 2 - own
+        return (blocks - 1) // 2 - own
 
     def _title(self, phase: str) -> str:
         lost = ", ".join(self.names[param] for param in sorted(self.lost))
@@ -236,20 +224,15 @@ class Board(NamedTuple):
         return parts
 
     def _parameters(self, one: Box, y: float, height: float, phase: str, rank: int) -> str:
-        """A box of parameters: there, gathered for a moment, old, or not held."""
+        """A box of parameters: there, or old."""
         piece, owner, x, wide = one
         colour, names = rank_colour(owner, len(RANK_COLOURS)), short_names(self.names[piece.param])
         lost = piece.param in self.lost
-        is_crossed = phase == "backward" or (phase == "forward" and owner != rank)
-        beside = self._beside_arrow(names, one, phase) if is_crossed else names
-        always = self.stage == 2 and phase in ("forward", "backward")
+        beside = self._beside_arrow(names, one, phase) if phase == "backward" else names
+        always = phase in ("forward", "backward")
         if owner == rank or always or (phase == "equal" and not lost):
             return self.box(x, y, wide, height, colour, *beside)
-        if self.stage < 3:
-            return self.old(x, y, wide, height, names[0], LOST.get(phase, "") if lost else "")
-        if self._is_sent(phase, piece.param):
-            return self.box(x, y, wide, height, tint(colour, GATHERED), *beside)
-        return self._empty(x, y, wide, height)
+        return self.old(x, y, wide, height, names[0], LOST.get(phase, "") if lost else "")
 
     def _gradients(self, one: Box, y: float, height: float, phase: str, rank: int) -> str:
         """A box of gradients: averaged, of the rank's own batch, or not held."""
@@ -258,7 +241,7 @@ class Board(NamedTuple):
         words = [f"∇{name}" for name in names]
         if phase == "reduce":
             return self.box(x, y, wide, height, tint(colour, AVERAGED), *words, names[-1])
-        until = self._until(phase, piece.param)
+        until = self._until(piece.param)
         if until == 0:
             return self.box(x, y, wide, height, FAINT, *self._beside_arrow(words, one, phase))
         if until < 0 and owner == rank:
