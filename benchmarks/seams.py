@@ -218,7 +218,7 @@ def print_sources() -> None:
         [
             ("lines: core", sum(sizes.values()), 11_000),
             *((f"lines: {folder}", size, "") for folder, size in sizes.items()),
-            ("lines: stairs, with minimal.py", sum(module.lines for module in stairs), 750),
+            ("lines: stairs, with minimal.py", sum(module.lines for module in stairs), 820),
             (f"functions of more than {MOST_BRANCHES} branches", len(branchy), 0),
             (f"classes of more than {MOST_CLASS_LINES} lines of code", len(long), 0),
             (f"classes of more than {MOST_ATTRIBUTES} attributes", len(wide), 0),

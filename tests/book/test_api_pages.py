@@ -71,7 +71,7 @@ NOT_FOR_READERS = {
     "zero_ref.lab.own": {"OwnLoop", "OwnTrainable"},
     "zero_ref.lab.source": {"Source", "without_docstrings"},
     "zero_ref.lab.stage_3": {"load_whole", "shard", "whole"},
-    "zero_ref.lab.strategies": {"BehindAStep", "Observed", "Sharded"},
+    "zero_ref.lab.strategies": {"BehindAStep", "Observed", "Sharded", "Stair"},
     "zero_ref.lab.meter": {"gather_from_ranks", "loopback_is_private", "memory_of", "raise_loopback"},
     "zero_ref.lab.model": {"Attention", "Block"},
     "zero_ref.lab.train": {

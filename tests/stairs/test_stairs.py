@@ -17,10 +17,11 @@ from library.training import assert_state_dicts_equal, filled
 from torch import nn, optim
 
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
+from zero_ref.lab.meter import recording_distributed
 from zero_ref.lab.ranks import run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.buckets import flat_like
-from zero_ref.stairs import STAIRS
+from zero_ref.stairs import STAIRS, in_step
 
 CUT = {"shards", "checkpoint", "parameters"}
 """Their ranks own pieces of parameters."""
@@ -296,6 +297,37 @@ def in_a_subgroup(stair: str) -> None:
 @pytest.mark.parametrize("stair", STAIRS)
 def test_a_stair_takes_a_group_of_other_ranks(stair: str) -> None:
     run(in_a_subgroup, 3, stair, timeout=100)
+
+
+def shortest() -> None:
+    """Three steps of stage 2 in its shortest form, the second after two backwards, and of the plain loop."""
+    makers = [Layers, Small, lambda: Small(5), Image, Transposed]
+    for make_model, (optimizer_class, given) in zip(makers, itertools.cycle([SGD, ADAMW])):
+        ours, theirs = filled(make_model()), filled(make_model())
+        data = [Data(model, dist.get_rank()) for model in (ours, theirs)]
+        zero = in_step.MinimalZero(ours.parameters(), optimizer_class, **given)
+        plain = optimizer_class(theirs.parameters(), **given)
+        for step in range(STEPS):
+            for _ in range(1 + step % 2):
+                for of_model in data:
+                    of_model.backward(step)
+            with recording_distributed() as calls:
+                zero.step()
+            assert [call.op for call in calls] == ["reduce_scatter", "all_gather"]
+            average(theirs)
+            plain.step()
+            plain.zero_grad()
+            for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+                assert torch.equal(a, b)
+                assert a.grad is None
+        share = -(-sum(param.numel() for param in ours.parameters()) // dist.get_world_size())
+        assert zero.local.param_groups[0]["params"][0].numel() == share
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_shortest_stage_2_equals_the_plain_loop(ranks: int) -> None:
+    run(shortest, ranks, timeout=100)
 
 
 # ----------------------------------------------------------------------------- what single stairs add
