@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.contenders import OURS_IN
@@ -45,12 +45,12 @@ class Comparison(NamedTuple):
         return self.other.startswith(LIMIT)
 
 
-def comparisons(results: Sequence[SuiteResult]) -> list[Comparison]:
-    """Ours, in the form that counts (`contenders.OURS_IN`), beside all that is not ours, suite by suite."""
+def comparisons(results: Sequence[SuiteResult], ours_in: Mapping[str, str] = OURS_IN) -> list[Comparison]:
+    """Ours, in the form that counts for each thing, beside all that is not ours, suite by suite."""
     found = []
     for result in results:
         timed = [name for name, taken in result.taken.items() if taken.wall_ms]
-        for thing, ours in OURS_IN.items():
+        for thing, ours in ours_in.items():
             mine, _, half = ours.partition(": ")
             if result.suite != ("checkpoint" if half else thing) or ours not in timed:
                 continue

@@ -26,13 +26,14 @@ ADAMW_BYTES = 28
 
 Make = Callable[[Sequence[torch.Tensor]], Optimizer]
 
+DEFAULT, ONE_BY_ONE = "zero_ref", "zero_ref, one by one"
 OURS, EVEN, TO_OWNERS = "zero_ref, best", "zero_ref, best, even", "zero_ref, to owners"
 EQUAL = "zero_ref, best, equal shares"
 TORCH, TORCH_BEST = "torch", "torch, best"
 PLAIN, REFERENCE = "ddp", "ddp, fused"
 MASTERS = "zero_ref, masters"
 OWN_HOOKS = "zero_ref, ShardedDataParallel"
-FAIRSCALE_BEST = "fairscale, fused"
+FAIRSCALE, FAIRSCALE_BEST = "fairscale", "fairscale, fused"
 SHARES = f"{OWN_HOOKS}, equal shares"
 OWN_HOOKS_BEST = f"{OWN_HOOKS}, best"
 
@@ -49,6 +50,12 @@ OURS_IN = {
 }
 """Which of our forms stands beside the peers, for each thing that is measured: named before, never picked."""
 
+DEFAULT_IN = dict.fromkeys(("step", "sync", "iteration", "construction"), DEFAULT) | {
+    "consolidate": f"{DEFAULT}: consolidate",
+    "load": f"{DEFAULT}: load",
+}
+"""Our form as it comes, for what it costs to change the import alone."""
+
 FORMS = {
     REFERENCE: "parameters, gradients and state fit on every rank",
     OURS: "the state is to be shared out, and DDP stays as it is",
@@ -62,7 +69,8 @@ FORMS = {
 """The forms of a whole iteration, ours and others', and when to choose which."""
 
 ADDED = {
-    "`fused=True`": ("step", "zero_ref", "zero_ref, fused"),
+    "`broadcast_buffer_size=0`": ("step", DEFAULT, ONE_BY_ONE),
+    "`fused=True`": ("step", DEFAULT, "zero_ref, fused"),
     "`parameters_as_bucket_view=True`": ("step", "zero_ref, fused", OURS),
     '`partition="even"`': ("step", OURS, EVEN),
     "`reduce_to_owners`": ("sync", OURS, TO_OWNERS),
@@ -87,7 +95,8 @@ def sharded() -> dict[str, Make]:
         return lambda params: optimizer(params, AdamW, **options)
 
     made = {
-        "zero_ref": of(ZeroRedundancyOptimizer),
+        DEFAULT: of(ZeroRedundancyOptimizer),
+        ONE_BY_ONE: of(ZeroRedundancyOptimizer, broadcast_buffer_size=0),
         "zero_ref, fused": of(ZeroRedundancyOptimizer, fused=True),
         OURS: of(ZeroRedundancyOptimizer, **BEST),
         EVEN: of(ZeroRedundancyOptimizer, partition="even", **BEST),
@@ -96,7 +105,7 @@ def sharded() -> dict[str, Make]:
         TORCH_BEST: of(TorchOptimizer, **BEST),
     }
     oss = fairscale_optimizer()
-    return made | ({} if oss is None else {"fairscale": of(oss), "fairscale, fused": of(oss, fused=True)})
+    return made | ({} if oss is None else {FAIRSCALE: of(oss), FAIRSCALE_BEST: of(oss, fused=True)})
 
 
 def whole() -> dict[str, Make]:

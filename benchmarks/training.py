@@ -81,7 +81,7 @@ class Training(NamedTuple):
 def ways() -> dict[str, Way]:
     """All contenders under DDP: those by default with DDP's defaults, the others with gradients as views."""
     makes = contenders.sharded() | contenders.whole()
-    defaults = [TORCH, "fairscale", contenders.PLAIN]
+    defaults = [contenders.DEFAULT, TORCH, "fairscale", contenders.PLAIN]
     peers = [*defaults, TORCH_BEST, "fairscale, fused", REFERENCE, OURS]
 
     def overlapping(params: Sequence[torch.Tensor]) -> Optimizer:

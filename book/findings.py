@@ -23,7 +23,7 @@ from benchmarks.comparisons import (
     comparisons,
     outcome,
 )
-from benchmarks.contenders import ADDED, FORMS, REFERENCE
+from benchmarks.contenders import ADDED, DEFAULT_IN, FAIRSCALE, FORMS, REFERENCE, TORCH
 from benchmarks.gpu.report import GpuReport
 from benchmarks.results import Report, Spread, SuiteResult
 from benchmarks.tables import aligned, gpu_text, suite_table, where
@@ -157,6 +157,19 @@ def _costs(result: SuiteResult, name: str) -> tuple[str, str, str]:
         short(state / whole),
         "-" if units is None else f"{units:.2f}",
     )
+
+
+def by_import(folder: Path) -> Iterator[str]:
+    """Give a table of what changing the import gives: the time of a peer over ours, both as they come."""
+    found = [row for row in comparisons(results(), DEFAULT_IN) if row.other in (TORCH, FAIRSCALE)]
+    sets = list(dict.fromkeys(row.set for row in found))
+    of = {(row.thing, row.ranks, row.other, row.set): row.wall for row in found}
+    rows = []
+    for thing, ranks, other in dict.fromkeys((row.thing, row.ranks, row.other) for row in found):
+        times = [of.get((thing, ranks, other, name)) for name in sets]
+        said = ["-" if time is None else spread_of(time) for time in times]
+        rows.append([SAID[thing], f"{ranks}", f"*{other}*", *said])
+    yield aligned(["what is timed", "ranks", "against", *sets], rows) if rows else NOT_YET
 
 
 def added(folder: Path, ranks: str) -> Iterator[str]:
@@ -350,6 +363,7 @@ VIEWS: dict[str, Callable[..., Iterator[str]]] = {
     for view in (
         against_peers,
         numbers,
+        by_import,
         forms,
         added,
         tally,

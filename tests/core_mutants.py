@@ -263,7 +263,7 @@ MUTANTS = [
     Mutant(
         "a parcel is larger than its limit",
         "plan/parcels.py",
-        "        left[dtype] -= nbytes\n",
+        "        left[kind] -= size\n",
         "",
         CHECKPOINT,
     ),

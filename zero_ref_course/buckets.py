@@ -230,7 +230,13 @@ def _record(cases: Sequence[Case]) -> list[Pairs]:
                 for numel, trained in zip(case.partition.numels, case.trainable)
             ]
             optimizer = ZeroRedundancyOptimizer(
-                params, torch.optim.SGD, None, flat, partition=case.partition, lr=0.1
+                params,
+                torch.optim.SGD,
+                None,
+                flat,
+                partition=case.partition,
+                broadcast_buffer_size=0,
+                lr=0.1,
             )
             for param in params:
                 param.grad = torch.ones_like(param)

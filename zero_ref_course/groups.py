@@ -331,7 +331,9 @@ def _record(partition: Partition, timelines: Sequence[Flags]) -> list[list[Calls
     recorded = []
     for flags in timelines:
         params = [nn.Parameter(torch.ones(n), requires_grad=f) for n, f in zip(partition.numels, flags[0])]
-        optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, partition=partition, lr=0.1)
+        optimizer = ZeroRedundancyOptimizer(
+            params, torch.optim.SGD, partition=partition, broadcast_buffer_size=0, lr=0.1
+        )
         of_steps = []
         for of_step in flags:
             for param, trained in zip(params, of_step):

@@ -259,7 +259,9 @@ def _drawn_partition(rng: random.Random) -> Partition:
 def _stale_on_this_rank(comm: Collectives, partition: Partition, lost: int) -> list[int]:
     """On a virtual rank: the parameters that differ from those of a step without loss."""
     params = [torch.nn.Parameter(torch.zeros(numel)) for numel in partition.numels]
-    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, comm, partition=partition, lr=1.0)
+    optimizer = ZeroRedundancyOptimizer(
+        params, torch.optim.SGD, comm, partition=partition, broadcast_buffer_size=0, lr=1.0
+    )
     for param in params:
         param.grad = -torch.ones_like(param)
     broadcast, number = comm.broadcast, itertools.count()

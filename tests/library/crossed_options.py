@@ -22,6 +22,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
     # Of the optimizer.
     "partition": ("sorted_greedy", "registration_greedy", "even", "equal_shares", "balanced", LISTS, CUTS),
     "views": (False, True),
+    "buffer": (2**18, 0, 40),
     "dtype": ("float32", "bfloat16", "float16", "mixed"),
     "masters": (False, True),
     "classes": ("sgd", "momentum", "adamw", "muon", "low_bit"),

@@ -125,6 +125,7 @@ class Rank:
             self.loop.groups(self.model), optimizer_class, self.group, self.chosen["views"],
             self.chosen["wrapper"] in OVERLAPPED,
             partition=draw_partition(rng, partition, numels, self.comm.world_size),
+            broadcast_buffer_size=self.chosen["buffer"],
             **self.optimizer_options, **defaults,
         )  # fmt: skip
 

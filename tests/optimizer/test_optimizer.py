@@ -679,6 +679,52 @@ def test_overlap_with_ddp_on_one_rank_only_is_refused() -> None:
     each_rank_raises(one_rank_asks, ValueError, "overlap_with_ddp=True")
 
 
+def test_ranks_with_buffers_of_other_sizes_are_refused() -> None:
+    def one_rank_has_none(comm: Collectives) -> None:
+        zero(comm, Tangle().parameters(), broadcast_buffer_size=8 * comm.rank)
+
+    each_rank_raises(one_rank_has_none, ValueError, "broadcast_buffer_size")
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "text"),
+    [(-1, ValueError, "is negative: use 0"), (0.5, TypeError, "is no number"), (True, TypeError, "is no")],
+)
+def test_a_size_that_no_buffer_can_have_is_refused(size: Any, error: type[Exception], text: str) -> None:
+    each_rank_raises(lambda comm: zero(comm, Tangle().parameters(), broadcast_buffer_size=size), error, text)
+
+
+def small_buffers(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+    """Steps between which parameters are frozen, lose a gradient, and come later."""
+    extra = nn.Parameter(torch.ones(128))
+    first = next(param for param in model.parameters() if param.requires_grad)
+    for step in range(6):
+        backward(step)
+        if step == 1:
+            first.requires_grad_(False).grad = None
+        if step == 2:
+            optimizer.add_param_group({"params": [extra], "lr": 0.5})
+        if step == 4:
+            first.requires_grad_(True)
+        extra.grad = torch.full_like(extra, 0.5)
+        optimizer.step()
+        yield
+
+
+@pytest.mark.parametrize("size", [0, 10, 40])
+def test_buffers_of_any_size_bring_the_plain_optimizers_values(size: int) -> None:
+    model = Tangle()
+    plain = run_script(small_buffers, model, optim.AdamW(model.parameters()), 3)
+
+    def on_rank(comm: Collectives) -> list[Snapshot]:
+        model = Tangle()
+        optimizer = zero(comm, model.parameters(), broadcast_buffer_size=size)
+        return run_script(small_buffers, model, optimizer, comm.world_size, comm)
+
+    for ours in virtual.run(on_rank, 3, timeout=30):
+        assert_same(ours, plain, f"buffers of {size}")
+
+
 def step_beyond(comm: Collectives, values: dict[str, float], dtype: torch.dtype) -> tuple[str, Snapshot]:
     """Return the error of a step that gives one element of each of these parameters this value."""
     model = Tangle()

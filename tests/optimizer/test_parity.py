@@ -346,10 +346,12 @@ def test_scalers_accumulation_closures_schedulers_and_activation_checkpointing()
 # ------------------------------------------------------------------------------ what is sent, held and logged
 
 
-def measured(partition: Any, as_view: bool) -> tuple[list[Call], int, int, int]:
+def measured(partition: Any, as_view: bool, **options: Any) -> tuple[list[Call], int, int, int]:
     """Calls of one step of the optimizer; bytes that DDP all-reduced; state bytes; the share predicted."""
     ddp = DDP(Tangle())
-    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW, None, as_view, partition=partition)
+    optimizer = ZeroRedundancyOptimizer(
+        ddp.parameters(), optim.AdamW, None, as_view, partition=partition, **options
+    )
     recorder = DDPRecorder(ddp)
     loss_on_own_data(ddp, dist.get_rank(), 0).backward()
     with recording(optimizer.collectives) as calls:
@@ -376,14 +378,14 @@ def test_a_step_sends_what_the_plan_says_and_nothing_else(partition: Any) -> Non
     model = Tangle()
     trainable = 4 * sum(param.numel() for param in model.parameters() if param.requires_grad)
     count = sum(param.requires_grad and param.numel() > 0 for param in model.parameters())
-    for as_view in (False, True):
-        ranks = run(measured, 4, partition, as_view)
+    for as_view, buffer_size in ((False, 0), (False, 2**18), (True, 2**18)):
+        ranks = run(measured, 4, partition, as_view, broadcast_buffer_size=buffer_size)
         for calls, reduced, state, share in ranks:
             assert calls == ranks[0][0], "all ranks make the same calls"
             assert {call.op for call in calls} == {"broadcast"}
             assert sum(call.nbytes for call in calls) == reduced == trainable
             assert state == share
-            if as_view:
+            if buffer_size:
                 assert [call.peer for call in calls] == [0, 1, 2, 3]
             elif partition == "sorted_greedy":
                 assert len(calls) == count

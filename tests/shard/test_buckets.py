@@ -17,14 +17,17 @@ from zero_ref.lab.meter import recording
 from zero_ref.plan.calls import Call
 from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.layout import lay_out
+from zero_ref.plan.parcels import SMALL_NUMEL
 from zero_ref.plan.partition import Partition, Slice
-from zero_ref.plan.rules import even, sorted_greedy
+from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.shard.buckets import (
     Message,
+    Parcel,
     broadcast_messages,
     flat_like,
     flat_view,
     flatten_parameters,
+    joined,
     messages_by_parameter,
     messages_within,
     start_broadcasts,
@@ -238,6 +241,65 @@ def test_messages_within_bring_the_values_of_the_parameters_asked_for_and_no_oth
             [Call("broadcast", 28, 0)] if bucketed else [Call("broadcast", 24, 0), Call("broadcast", 4, 0)]
         )
         assert calls == [*together, Call("broadcast", 20, 1)]
+
+
+def kinds_of_messages() -> tuple[list[nn.Parameter], list[Message]]:
+    """Parameters of two owners and two dtypes; one is large."""
+    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
+    numels = [6, 5, 4, SMALL_NUMEL + 1, 3, 2]
+    params = [nn.Parameter(torch.zeros(numel, dtype=dtype)) for numel, dtype in zip(numels, dtypes)]
+    return params, messages_by_parameter(from_lists(numels, [[0, 1, 2, 3, 4], [5]]), params)
+
+
+@pytest.mark.parametrize(
+    ("buffer_size", "together"),
+    [
+        (2**18, [[0, 1], [2, 4], [5], [3]]),
+        (11, [[0, 1], [2, 4], [5], [3]]),
+        (10, [[0], [1], [2, 4], [5], [3]]),
+        (5, [[1], [2], [4], [5], [0], [3]]),
+        (0, [[0], [1], [2], [3], [4], [5]]),
+    ],
+)
+def test_small_messages_of_an_owner_and_a_dtype_are_joined(
+    buffer_size: int, together: list[list[int]]
+) -> None:
+    _, messages = kinds_of_messages()
+    found = joined(messages, buffer_size)
+    assert [[piece.param for piece in one.slices] for one in found] == together
+    assert [isinstance(one, Parcel) for one in found] == [len(numbers) > 1 for numbers in together]
+
+
+def test_tensors_of_other_classes_travel_alone() -> None:
+    class Other(torch.Tensor):
+        pass
+
+    messages = [
+        Message(0, tensor, (Slice(number, 0, 2),))
+        for number, tensor in enumerate(
+            [torch.ones(2), torch.ones(2).as_subclass(Other), torch.ones(2), torch.ones(2).as_subclass(Other)]
+        )
+    ]
+    assert [[piece.param for piece in one.slices] for one in joined(messages, 100)] == [[0, 2], [1], [3]]
+
+
+def test_a_parcel_brings_the_owners_values_to_all_in_one_broadcast() -> None:
+    def on_rank(comm: Collectives) -> tuple[list[float], list[Call]]:
+        params, messages = kinds_of_messages()
+        for number, param in enumerate(params):
+            param.data.fill_(10 * number + comm.rank)
+        with recording(comm) as calls:
+            broadcast_messages(comm, joined(messages, 2**18))
+        return [param.unique().item() for param in params], calls
+
+    for values, calls in virtual.run(on_rank, 2):
+        assert values == [0, 10, 20, 30, 40, 51]
+        assert calls == [
+            Call("broadcast", 4 * 11, 0),
+            Call("broadcast", 2 * 7, 0),
+            Call("broadcast", 4 * 2, 1),
+            Call("broadcast", 4 * (SMALL_NUMEL + 1), 0),
+        ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, None])

@@ -158,7 +158,7 @@ def test_local_sgd_meets_in_the_warm_up_and_then_at_its_averages() -> None:
 @pytest.mark.parametrize("way", WAYS_OF_DDP)
 @pytest.mark.parametrize("side_stream", [False, True])
 def test_where_nothing_overlaps_one_thing_happens_after_another(way: str, side_stream: bool) -> None:
-    played = by_hand("zero", overlaps=False, way=way, side_stream=side_stream)
+    played = by_hand("zero", overlaps=False, way=way, side_stream=side_stream, broadcast_buffer_size=0)
     for rank in range(2):
         events = sorted(played.timeline(rank).events, key=lambda event: event.start_ms)
         assert all(before.stop_ms <= after.start_ms for before, after in pairwise(events))

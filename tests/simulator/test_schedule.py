@@ -42,7 +42,8 @@ def broadcasts(calls: Sequence[Call]) -> list[Call]:
 
 
 def test_zero_then_sends_each_parameter_from_its_owner_owner_by_owner() -> None:
-    plan = schedule("zero", [ParamSpec(n) for n in (600, 500, 400, 100)], world_size=2)
+    params = [ParamSpec(n) for n in (600, 500, 400, 100)]
+    plan = schedule(recipe("zero", broadcast_buffer_size=0), params, world_size=2)
     assert plan.calls == (
         Call("all_reduce", 6400),
         Call("broadcast", 2400, peer=0),
@@ -54,6 +55,17 @@ def test_zero_then_sends_each_parameter_from_its_owner_owner_by_owner() -> None:
     assert plan.payload_bytes == 2 * 6400
     assert plan.state_bytes == (2 * 4 * 700 + 8, 2 * 4 * 900 + 8)
     assert plan.state_bytes_max == 7208
+
+
+def test_zero_sends_small_parameters_of_an_owner_and_a_dtype_together() -> None:
+    params = [ParamSpec(n) for n in (2**14 + 1, 500, 400, 100)] + [ParamSpec(7, "bfloat16")]
+    plan = schedule(recipe("zero", partition=[[0, 1, 3], [2, 4]]), params, world_size=2)
+    assert [(call.nbytes, call.peer) for call in plan.calls if call.op == "broadcast"] == [
+        (4 * 600, 0),
+        (4 * 400, 1),
+        (2 * 7, 1),
+        (4 * (2**14 + 1), 0),
+    ]
 
 
 def test_buckets_send_one_message_an_owner_and_pad_the_parameters() -> None:

@@ -39,7 +39,7 @@ from zero_ref.optimizer.plans import change_owners
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer, listed
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import bucket_round_robin, bucket_threshold, from_lists
-from zero_ref.shard.buckets import Message, finish_broadcasts, messages_within, start_broadcasts
+from zero_ref.shard.buckets import Message, Parcel, finish_broadcasts, start_broadcasts
 from zero_ref.shard.groups import replace_options
 from zero_ref.shard.stepper import GradientSource
 
@@ -267,14 +267,14 @@ class UpdateInBackward:
         zero.shard.step(GradientSource(gradients))
         if self.interleaved:
             torch.autograd.graph.increment_version([zero.built.params[number] for number in gradients])
-            self._broadcast(messages_within(zero.built.messages, gradients))
+            self._broadcast(zero.built.to_send_of(gradients))
 
     def send_the_rest(self) -> None:
         """Start to send all new parameters, unless they were sent bucket by bucket."""
         if not self.interleaved:
-            self._broadcast(self.zero.built.messages)
+            self._broadcast(self.zero.built.to_send)
 
-    def _broadcast(self, messages: Sequence[Message]) -> None:
+    def _broadcast(self, messages: Sequence[Message | Parcel]) -> None:
         self._broadcasts += start_broadcasts(self.zero.collectives, messages)
 
     def receive(self) -> None:

@@ -214,4 +214,5 @@ def make_optimizer(
         parameters_as_bucket_view=recipe.flat,
         master_dtype=torch.float32 if masters else None,
         state_device="cpu" if recipe.offload else None,
+        broadcast_buffer_size=recipe.broadcast_buffer_size,
     )

@@ -74,7 +74,8 @@ def step_frames(partition: Partition) -> list[Frame]:
     one_bucket = [list(reversed(range(len(params))))]
     sent = iter(pieces)
     frames: list[Frame] = []
-    plan = schedule(recipe("zero", partition=partition), params, ranks, ddp_buckets=one_bucket)
+    how = recipe("zero", partition=partition, broadcast_buffer_size=0)
+    plan = schedule(how, params, ranks, ddp_buckets=one_bucket)
     for one in plan.operations:
         if one.label == "broadcast":
             start_s, stop_s = SECONDS["broadcast"]

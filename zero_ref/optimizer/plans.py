@@ -39,13 +39,13 @@ def first_plan(zero: Zero) -> Built:
         check_keeps_groups(zero.registered.unsharded, zero.param_groups)
     if options.parameters_as_bucket_view:
         check_can_be_flattened(params)
-    return Built.of(zero.param_groups, specs, partition, options.parameters_as_bucket_view)
+    return Built.of(zero.param_groups, specs, partition, options.buffer_size)
 
 
 def _rebuild(zero: Zero, partition: Partition) -> None:
     """Make messages and local tensors for this partition of the current parameters."""
-    as_views = zero.registered.options.parameters_as_bucket_view
-    built = Built.of(zero.param_groups, _specs(zero), partition, as_views, zero.built)
+    buffer_size = zero.registered.options.buffer_size
+    built = Built.of(zero.param_groups, _specs(zero), partition, buffer_size, zero.built)
     zero.shard.place(built)
     zero.built = built  # last, so that the next step tries again if a line above raises
     log_share(zero.built, zero.shard, zero.collectives.world_size)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from zero_ref.comm.agreement import MAY_DIFFER, facts_of_fields
 from zero_ref.plan.choice import Choice, may_cut
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.shard.checks import check_is_class, check_master_dtype, stays_whole
+from zero_ref.shard.checks import check_buffer_size, check_is_class, check_master_dtype, stays_whole
 from zero_ref.shard.groups import (
     ParamGroup,
     difference,
@@ -33,14 +33,15 @@ class Options:
 
     Args:
         optimizer_class, parameters_as_bucket_view, overlap_with_ddp, partition, elementwise, master_dtype,
-            defaults: as `ZeroRedundancyOptimizer`.
+            broadcast_buffer_size, defaults: as `ZeroRedundancyOptimizer`.
         state_device: the place that its argument names; None for the parameters' own devices.
         broadcast_dtype: the dtype in which `step` sends new parameters; None for their own. `OSS` alone sets
             it.
     Raises:
-        TypeError: `optimizer_class` is no class of optimizers, or `master_dtype` no dtype.
-        ValueError: the class couples parameters (LBFGS); `master_dtype` has no fractions; or
-            `broadcast_dtype` is given with `overlap_with_ddp`.
+        TypeError: `optimizer_class` is no class of optimizers, `master_dtype` no dtype, or
+            `broadcast_buffer_size` no whole number.
+        ValueError: the class couples parameters (LBFGS); `master_dtype` has no fractions;
+            `broadcast_buffer_size` is negative; or `broadcast_dtype` is given with `overlap_with_ddp`.
     """
 
     optimizer_class: type[Optimizer]
@@ -50,12 +51,14 @@ class Options:
     elementwise: bool | None
     master_dtype: torch.dtype | None
     state_device: StatePlace | None
+    broadcast_buffer_size: int
     defaults: Mapping[str, Any] = field(metadata={MAY_DIFFER: "ranks compare the groups, which have them"})
     broadcast_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         check_is_class(self.optimizer_class)
         check_master_dtype(self.master_dtype)
+        check_buffer_size(self.broadcast_buffer_size)
         if self.overlap_with_ddp and self.broadcast_dtype is not None:
             raise ValueError(
                 f"broadcast_fp16 or broadcast_dtype, here {self.broadcast_dtype}, has no effect with "
@@ -67,6 +70,11 @@ class Options:
     def facts(self) -> list[str]:
         """A line for each option that must be equal on all ranks."""
         return facts_of_fields(self)
+
+    @property
+    def buffer_size(self) -> int | None:
+        """Elements of a buffer for small parameters; None if all parameters are views of flat tensors."""
+        return None if self.parameters_as_bucket_view else self.broadcast_buffer_size
 
 
 @dataclass

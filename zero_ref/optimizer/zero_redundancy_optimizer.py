@@ -35,9 +35,10 @@ from zero_ref.optimizer.forwarded import attribute_of
 from zero_ref.optimizer.own_saves import OwnSaves
 from zero_ref.optimizer.registered import Options, Registered
 from zero_ref.plan.choice import Choice
+from zero_ref.plan.parcels import BROADCAST_NUMEL
 from zero_ref.plan.partition import Partition
 from zero_ref.shard.arriving import Arriving
-from zero_ref.shard.buckets import finish_broadcasts, start_broadcasts
+from zero_ref.shard.buckets import Message, Parcel, finish_broadcasts, start_broadcasts
 from zero_ref.shard.built import Built, places_of
 from zero_ref.shard.checks import facts_of
 from zero_ref.shard.gradients import SET_BY_SCALERS, WHOLE, Backward, check_no_scaler
@@ -68,7 +69,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             on, this rank's local optimizer: set them on all ranks, to the same values.
         process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
         parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
-            message for each owner, not one for each parameter, and (without masters) steps adjacent small
+            message for each owner, without copies, and (without masters) steps adjacent small
             parameters as one tensor. A file of a part of the model would contain the whole flat tensors
             of which its parameters are views: save
             `{name: value.clone() for name, value in part.state_dict().items()}`.
@@ -90,6 +91,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         state_device: "cpu" to keep masters, moments and the owner's values in the CPU's memory, while
             parameters are on a GPU; a `pathlib.Path` to keep them in files in that directory. The local step
             then runs on the CPU, in pieces, while other pieces are copied.
+        broadcast_buffer_size: without `parameters_as_bucket_view`, small parameters of one owner, dtype and
+            device travel together in buffers of at most so many elements, and are copied into the parameters
+            when they arrive. On the CPU an elementwise class also steps the smallest as one tensor there. The
+            buffers are kept: as many bytes as the small parameters have, those of up to 16,384 elements.
+            Larger parameters travel as they are; 0 sends, and steps, each parameter by itself.
         **defaults: passed to `optimizer_class`.
 
     Attributes:
@@ -139,6 +145,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         elementwise: bool | None = None,
         master_dtype: torch.dtype | None = None,
         state_device: str | torch.device | os.PathLike[str] | None = None,
+        broadcast_buffer_size: int = BROADCAST_NUMEL,
         **defaults: Any,
     ) -> None:
         Joinable.__init__(self)
@@ -162,6 +169,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 elementwise=elementwise,
                 master_dtype=master_dtype,
                 state_device=StatePlace.of(state_device),
+                broadcast_buffer_size=broadcast_buffer_size,
                 defaults=defaults,
             )
             self.registered = Registered(options)
@@ -282,9 +290,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         # Let the network receive new parameters while this rank computes, unless a closure still needs the
         # old ones, or they arrive in another dtype.
+        messages = self.built.to_send
         expected: Sequence[PendingCall | None] = ()
         if closure is None and self.registered.options.broadcast_dtype is None:
-            expected = self.collectives.expect(self.built.messages)
+            expected = self.collectives.expect(messages)
 
         # 2. Take the gradients of what this rank owns, and step the local optimizer on it.
         try:
@@ -297,11 +306,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             # All ranks call the closure and meet an error in it themselves. Of one in the local step they
             # have to be told.
             if closure is None or closure.error is not error:
-                self._tell_failure(error, expected)
+                self._tell_failure(error, messages, expected)
             raise
 
         # 3. Owners send the new parameters, others receive them.
-        self.exchange(expected)
+        self.exchange(messages, expected)
 
         # 4. Let autograd, schedulers and hooks know of the update; raise if another rank could not make it.
         self.end_update()
@@ -325,14 +334,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         )
         replace_options(self.param_groups, self.shard.optim.param_groups)
 
-    def exchange(self, expected: Sequence[PendingCall | None]) -> None:
+    def exchange(
+        self, messages: Sequence[Message | Parcel], expected: Sequence[PendingCall | None] = ()
+    ) -> None:
         """Send what this rank owns, receive the rest, and learn which ranks could not step."""
         dtype = self.registered.options.broadcast_dtype
-        works = start_broadcasts(self.collectives, self.built.messages, dtype, expected)
+        works = start_broadcasts(self.collectives, messages, dtype, expected)
         # With ShardedDataParallel, its next forward may wait for the parameters instead of this step. Rounded
         # values are looked at when they have arrived, so for those this step waits.
         if self.arriving is not None and dtype is None:
-            self.arriving.begin(self.built.messages, works, self.built.params, self._have_arrived)
+            self.arriving.begin(messages, works, self.built.params, self._have_arrived)
             return
         try:
             finish_broadcasts(works, self.built.name)
@@ -343,7 +354,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.accord.after_update(self.built.owners)
         self.accord.check_nothing_lost()
 
-    def _tell_failure(self, error: Exception, expected: Sequence[PendingCall | None]) -> None:
+    def _tell_failure(
+        self,
+        error: Exception,
+        messages: Sequence[Message | Parcel],
+        expected: Sequence[PendingCall | None],
+    ) -> None:
         """Report an error of the local optimizer to the other ranks, and send them the old values.
 
         If nothing were sent now, the other ranks would take the next step's values for this step's. The class
@@ -353,7 +369,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with suppress(RuntimeError):
             if any(message.owner == self.rank for message in self.built.messages):
                 self.accord.ring(error)
-            self.exchange(expected)
+            self.exchange(messages, expected)
 
     @_disable_dynamo
     def end_update(self) -> None:

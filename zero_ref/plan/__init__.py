@@ -6,7 +6,7 @@
 - `layout`: where each piece lies in flat buckets;
 - `gradients`: which gradients are reduced together without DDP;
 - `moves`: what changes hands when owners change;
-- `parcels`: which small tensors travel together when state is gathered;
+- `parcels`: which small tensors travel together;
 - `boxes`: a range of memory as boxes of a tensor;
 - `calls`: a call to the other ranks, as planned and as recorded.
 """

@@ -1,16 +1,24 @@
-"""Which small tensors travel together when the state of an optimizer is gathered."""
+"""Which small tensors travel together: new parameters in a step, and state that is gathered."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from itertools import chain
 
 PARCEL_NBYTES = 2**18
 """The size up to which tensors are joined into one message: copying takes less time than more messages."""
 
+BROADCAST_NUMEL = 2**18
+"""Elements of a buffer in which small parameters travel, in a step without flat tensors."""
 
-def parcels(tensors: Iterable[tuple[str, int]], limit: int = PARCEL_NBYTES) -> list[list[int]]:
-    """Divide an owner's tensors into messages, as lists of their numbers: small ones of a dtype together.
+SMALL_NUMEL = 2**14
+"""Up to so many elements, copying a parameter takes less time than sending one more message."""
+
+
+def parcels(
+    tensors: Iterable[tuple[Hashable, int]], limit: int = PARCEL_NBYTES, small: int | None = None
+) -> list[list[int]]:
+    """Divide tensors into messages, as lists of their numbers: small ones of a kind together.
 
     Large tensors come last: ranks wait for each parcel of small ones, which would queue behind a large one.
 
@@ -18,19 +26,21 @@ def parcels(tensors: Iterable[tuple[str, int]], limit: int = PARCEL_NBYTES) -> l
     [[0, 2, 3], [1]]
 
     Args:
-        tensors: of each tensor its dtype and its bytes, in the order in which it is sent.
-        limit: the most bytes of a parcel, and of a tensor that is put into one.
+        tensors: of each tensor its kind, such as its dtype, and its size, in the order in which it is sent.
+        limit: the largest size of a parcel.
+        small: the largest size of a tensor that is put into one; None for `limit`.
     """
+    most = limit if small is None else min(small, limit)
     large: list[list[int]] = []
-    small: dict[str, list[list[int]]] = {}  # by dtype, its parcels
-    left: dict[str, int] = {}  # by dtype, the bytes that its last parcel has room for
-    for number, (dtype, nbytes) in enumerate(tensors):
-        if nbytes > limit:
+    joined: dict[Hashable, list[list[int]]] = {}  # by kind, its parcels
+    left: dict[Hashable, int] = {}  # by kind, the room that its last parcel has
+    for number, (kind, size) in enumerate(tensors):
+        if size > most:
             large.append([number])
             continue
-        if nbytes > left.get(dtype, -1):
-            small.setdefault(dtype, []).append([])
-            left[dtype] = limit
-        small[dtype][-1].append(number)
-        left[dtype] -= nbytes
-    return [*chain.from_iterable(small.values()), *large]
+        if size > left.get(kind, -1):
+            joined.setdefault(kind, []).append([])
+            left[kind] = limit
+        joined[kind][-1].append(number)
+        left[kind] -= size
+    return [*chain.from_iterable(joined.values()), *large]

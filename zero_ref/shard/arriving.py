@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zero_ref.comm.collectives import PendingCall
-from zero_ref.shard.buckets import Message
+from zero_ref.shard.buckets import Message, Parcel
 
 
 class Arriving:
@@ -31,7 +31,7 @@ class Arriving:
 
     def begin(
         self,
-        messages: Iterable[Message],
+        messages: Iterable[Message | Parcel],
         works: Sequence[PendingCall],
         params: Sequence[torch.Tensor],
         done: Callable[[], object],
@@ -45,9 +45,7 @@ class Arriving:
             done: called when all messages have arrived.
         """
         # The shares of a flat tensor follow each other and have one work together.
-        of_works = groupby(
-            messages, key=lambda message: id(message.tensor if message.whole is None else message.whole)
-        )
+        of_works = groupby(messages, key=_id_of_work)
         params_of_work = [
             frozenset(params[piece.param] for message in of_work for piece in message.slices)
             for _, of_work in of_works
@@ -85,3 +83,9 @@ class Arriving:
                 # A state dict reads or writes the parameters at once, so wait for all.
                 submodule.register_state_dict_pre_hook(lambda *_: self.wait())
                 submodule.register_load_state_dict_pre_hook(lambda *_: self.wait())
+
+
+def _id_of_work(message: Message | Parcel) -> int:
+    """Return a number that only the messages of one work have in common."""
+    whole = message.whole if isinstance(message, Message) else None
+    return id(message.tensor if whole is None else whole)

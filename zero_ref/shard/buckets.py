@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import islice, pairwise, zip_longest
+from itertools import chain, islice, pairwise, zip_longest
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -18,8 +18,9 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zero_ref.comm.collectives import Collectives, PendingCall
+from zero_ref.comm.collectives import Collectives, PendingCall, Then
 from zero_ref.plan.layout import BucketLayout, end_to_end, runs_within
+from zero_ref.plan.parcels import SMALL_NUMEL, parcels
 from zero_ref.plan.partition import Partition, Slice
 
 
@@ -40,6 +41,36 @@ class Message(NamedTuple):
     slices: tuple[Slice, ...]
     starts: tuple[int, ...] = (0,)
     whole: torch.Tensor | None = None
+
+
+class Parcel:
+    """Small tensors of one owner that one broadcast sends together, by way of a buffer.
+
+    Args:
+        messages: of one owner, dtype and device.
+
+    Attributes:
+        owner: the rank that sends it.
+        tensor: (numel,), contiguous: the buffer.
+        slices: the slices in `tensor`, end to end.
+        windows: for each of the messages a view of `tensor`.
+    """
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self.owner = messages[0].owner
+        self.slices = tuple(chain.from_iterable(message.slices for message in messages))
+        self._places = [message.tensor for message in messages]
+        numels = [place.numel() for place in self._places]
+        self.tensor = self._places[0].new_empty(sum(numels))
+        self.windows = self.tensor.split(numels)
+
+    def pack(self) -> None:
+        """Copy the parameters into the buffer."""
+        torch._foreach_copy_(self.windows, self._places)
+
+    def unpack(self) -> None:
+        """Copy the buffer into the parameters."""
+        torch._foreach_copy_(self._places, self.windows)
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,15 +252,41 @@ def messages_within(messages: Iterable[Message], params: Container[int]) -> list
     ]
 
 
+def joined(messages: Iterable[Message], buffer_size: int) -> list[Message | Parcel]:
+    """Join the messages of small tensors: those of one owner, dtype and device travel together.
+
+    Args:
+        messages: each a tensor of its own.
+        buffer_size: the most elements of a buffer. 0 joins nothing.
+    Returns:
+        The parcels, then the messages that travel as they are: those of large tensors, or without company.
+    """
+    listed = list(messages)
+    if not buffer_size:
+        return [*listed]
+
+    def kind(number: int) -> object:
+        owner, tensor, *_ = listed[number]
+        # Copies of other classes of tensors may do more than copy, so these travel alone.
+        return (owner, tensor.dtype, tensor.device) if type(tensor) is torch.Tensor else number
+
+    sizes = [(kind(number), message.tensor.numel()) for number, message in enumerate(listed)]
+    return [
+        listed[numbers[0]] if len(numbers) == 1 else Parcel([listed[number] for number in numbers])
+        for numbers in parcels(sizes, buffer_size, SMALL_NUMEL)
+    ]
+
+
 def start_broadcasts(
     comm: Collectives,
-    messages: Iterable[Message],
+    messages: Iterable[Message | Parcel],
     dtype: torch.dtype | None = None,
     expected: Iterable[PendingCall | None] = (),
 ) -> list[PendingCall]:
     """Start to send every message from its owner; wait for the returned works to complete them.
 
     Args:
+        messages: those of `joined`; or, if there is a `dtype`, each by itself.
         dtype: send parameters of a larger floating-point dtype in this one; None sends all as they are. The
             owner keeps its unrounded values, the other ranks receive rounded ones.
         expected: what `comm.expect` returned for these messages; `dtype` is then None, since rounded values
@@ -243,6 +300,13 @@ def start_broadcasts(
     left = iter(zip_longest(messages, expected))
     for message, receiving in left:
         tensor, owner = message.tensor, message.owner
+        if isinstance(message, Parcel):
+            if owner == comm.rank:
+                message.pack()
+                works.append(comm.broadcast(tensor, owner))
+            else:
+                works.append(Then(comm.broadcast(tensor, owner, receiving), message.unpack))
+            continue
         if dtype is not None and tensor.is_floating_point() and tensor.itemsize > dtype.itemsize:
             rounded = tensor.to(dtype) if owner == comm.rank else torch.empty_like(tensor, dtype=dtype)
             works.append(_RoundedBroadcast(comm.broadcast(rounded, src=owner), message, rounded, comm.rank))
@@ -313,7 +377,7 @@ def finish_broadcasts(works: Sequence[PendingCall], name: Callable[[int], str] =
 
 def broadcast_messages(
     comm: Collectives,
-    messages: Sequence[Message],
+    messages: Sequence[Message | Parcel],
     dtype: torch.dtype | None = None,
     expected: Iterable[PendingCall | None] = (),
     name: Callable[[int], str] = str,

@@ -6,7 +6,7 @@ when parameters are frozen, moved or added.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -15,7 +15,14 @@ import torch
 
 from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition
-from zero_ref.shard.buckets import Message, flatten_parameters, messages_by_parameter
+from zero_ref.shard.buckets import (
+    Message,
+    Parcel,
+    flatten_parameters,
+    joined,
+    messages_by_parameter,
+    messages_within,
+)
 from zero_ref.shard.checks import fact_of
 from zero_ref.shard.groups import ParamGroup, name_of, params_of
 
@@ -34,6 +41,7 @@ class Built:
         specs: what the plan knows about each parameter.
         partition: the owner of each slice.
         messages: what a step sends, in order. They share memory with the parameters.
+        buffer_size: elements of a buffer in which small messages travel together; 0 joins none.
         cut: (number, parameter, strides) of each parameter that is cut into several slices.
         places: the parameters as they were, from `places_of`, to notice that one has changed.
     """
@@ -42,6 +50,7 @@ class Built:
     specs: tuple[ParamSpec, ...]
     partition: Partition
     messages: tuple[Message, ...]
+    buffer_size: int
     cut: tuple[tuple[int, torch.Tensor, tuple[int, ...]], ...]
     places: Places
 
@@ -51,18 +60,19 @@ class Built:
         param_groups: Sequence[ParamGroup],
         specs: Sequence[ParamSpec],
         partition: Partition,
-        flat: bool,
+        buffer_size: int | None,
         before: Built | None = None,
     ) -> Built:
         """Make the messages for the current parameters.
 
         Args:
             param_groups: the groups that list the parameters.
-            flat: move the trained parameters into flat tensors, in which each rank's slices are contiguous.
+            buffer_size: as the attribute. None moves the trained parameters into flat tensors instead, in
+                which each rank's slices are contiguous.
             before: the `Built` that the new one replaces.
         """
         params = params_of(param_groups)
-        if flat:
+        if buffer_size is None:
             # A frozen parameter is in no new flat tensor. As a view, it would keep the whole old one.
             if before is not None:
                 _free_frozen_windows(params, before.messages)
@@ -75,7 +85,28 @@ class Built:
             if len(partition.pieces_of_param[number]) > 1
         ]
         places = places_of(param_groups)
-        return cls(tuple(params), tuple(specs), partition, tuple(messages), tuple(cut), places)
+        return cls(
+            tuple(params), tuple(specs), partition, tuple(messages), buffer_size or 0, tuple(cut), places
+        )
+
+    @cached_property
+    def to_send(self) -> list[Message | Parcel]:
+        """The broadcasts of a step: small messages travel together, in buffers that the plan keeps."""
+        return joined(self.messages, self.buffer_size)
+
+    def buffers_of(self, rank: int) -> dict[torch.Tensor, torch.Tensor]:
+        """Return, by parameter, the part of a buffer in which `rank` sends the whole parameter."""
+        return {
+            self.params[piece.param]: window
+            for parcel in self.to_send
+            if isinstance(parcel, Parcel) and parcel.owner == rank
+            for piece, window in zip(parcel.slices, parcel.windows)
+            if piece.numel == self.params[piece.param].numel()
+        }
+
+    def to_send_of(self, numbers: Container[int]) -> list[Message | Parcel]:
+        """List the broadcasts of an update of these parameters only."""
+        return joined(messages_within(self.messages, numbers), self.buffer_size)
 
     @cached_property
     def facts(self) -> list[str]:

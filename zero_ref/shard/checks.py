@@ -71,6 +71,19 @@ def check_master_dtype(dtype: object) -> None:
         raise ValueError(f"master_dtype={dtype} holds no floating-point numbers: use torch.float32.")
 
 
+def check_buffer_size(size: object) -> None:
+    """Refuse what cannot be the number of elements of a buffer.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is negative.
+    """
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"broadcast_buffer_size={size!r} is no number of elements: use one such as 65536.")
+    if size < 0:
+        raise ValueError(f"broadcast_buffer_size={size} is negative: use 0 to send each parameter by itself.")
+
+
 def check_is_class(optimizer_class: object) -> None:
     """Refuse what cannot be a local optimizer.
 

@@ -2,10 +2,11 @@
 
 An optimizer spends some microseconds on each tensor, whatever its size. In a bucket the parameters of a rank
 are contiguous, and so are small master copies. So an elementwise optimizer can step one tensor over many of
-them, its members. The merging is undone after every step: the groups list the members, and each has its own
-state, whose tensors are views of the merged state. A program may change these views in place. If it replaces
-an entry of a member's state, or changes a step counter, the next step notices and merges the state anew if it
-can.
+them, its members. Small parameters that lie apart are copied into such a tensor for each step, and back.
+
+The merging is undone after every step: the groups list the members, and each has its own state, whose tensors
+are views of the merged state. A program may change these views in place. If it replaces an entry of a
+member's state, or changes a step counter, the next step notices and merges the state anew if it can.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ CONTAINERS = (list, tuple, dict)
 
 SMALL_NUMEL = 2**14
 """Up to this size, copying a gradient is faster than stepping one more tensor (benchmarks/NOTES.md)."""
+
+
+GATHERED_NUMEL = 2**12
+"""Up to this size, it is also faster to copy the parameter, and to copy its new values back."""
 
 
 def _can_be_merged(tensor: torch.Tensor, limit: float) -> bool:
@@ -67,6 +72,11 @@ def _contiguous_runs(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]
     return [run for run in runs if len(run) > 1]
 
 
+def _over(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Make a 1-D view over tensors that follow each other directly in the same memory."""
+    return tensors[0].detach().as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+
+
 Place = tuple[int, int, torch.dtype]
 """(address, address of the storage, dtype). Two tensors are neighbours if one ends where the other begins."""
 
@@ -101,8 +111,7 @@ class MergedRun:
         self, members: Sequence[torch.Tensor], params: Sequence[torch.Tensor], copies: bool = True
     ) -> None:
         self.members, self.params, self.copies = members, params, copies
-        flat = members[0].detach().as_strided((sum(member.numel() for member in members),), (1,))
-        self.whole = flat.requires_grad_()
+        self.whole = self._whole().requires_grad_()
         self.are_copies = members[0] is not params[0]
         self.gradient: torch.Tensor | None = None
         self.gradients: list[torch.Tensor] = []  # views of `gradient`, one for each member
@@ -113,6 +122,10 @@ class MergedRun:
         self.values: list[Any] = []  # all values in `of_members`, end to end
         # (a step counter in `state`, the members' counters in one tensor, the version of that tensor)
         self.counters: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+
+    def _whole(self) -> torch.Tensor:
+        """Make a tensor over all members."""
+        return _over(self.members)
 
     def windows(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Cut a merged tensor into views, one for each member, in the member's shape and strides."""
@@ -156,6 +169,9 @@ class MergedRun:
             self.gradient, self.gradients = None, []
             for member in self.members:
                 member.grad = None
+
+    def return_values(self) -> None:
+        """Give the members the values of `whole`, whose memory they have already."""
 
     def merge_state(self, state: dict[Any, dict[Any, Any]]) -> bool:
         """Merge the members' state, if it is not merged yet.
@@ -239,6 +255,37 @@ class MergedRun:
         return of_members.unbind()
 
 
+class GatheredRun(MergedRun):
+    """A run of parameters that lie apart in memory: for each step their values are copied to a buffer.
+
+    Args:
+        members: the parameters.
+        buffer: for each member a 1-D tensor of its size; these follow each other in memory.
+    """
+
+    def __init__(self, members: Sequence[torch.Tensor], buffer: Sequence[torch.Tensor]) -> None:
+        self._buffer = buffer
+        super().__init__(members, members)
+        self._places = [member.detach() for member in members]
+        self._copies = self.windows(self.whole.detach())
+        self._has_values = False  # `whole` has the members' values, as during a step
+
+    def _whole(self) -> torch.Tensor:
+        return _over(self._buffer)
+
+    def merge_gradients(self) -> bool:
+        """Give `whole` the gradients of all members, and their values. Returns: as `MergedRun`."""
+        self._has_values = super().merge_gradients()
+        if self._has_values:
+            torch._foreach_copy_(self._copies, self._places)
+        return self._has_values
+
+    def return_values(self) -> None:
+        if self._has_values:
+            torch._foreach_copy_(self._places, self._copies)
+            self._has_values = False
+
+
 class MergedSlices:
     """The runs of small tensors in a local optimizer, merged during a step.
 
@@ -247,6 +294,7 @@ class MergedSlices:
         params: for each tensor that may be merged, the parameter whose `.grad` it is stepped with.
         limit: elements of the largest tensor to merge. None merges tensors of any size, if their gradients
             lie end to end as the tensors do: then no gradient has to be copied.
+        buffers: 1-D memory for the values of parameters that lie apart, by parameter.
 
     Attributes:
         runs: the runs of tensors that are merged.
@@ -255,17 +303,29 @@ class MergedSlices:
     """
 
     def __init__(
-        self, optim: Optimizer, params: Mapping[torch.Tensor, torch.Tensor], limit: int | None = None
+        self,
+        optim: Optimizer,
+        params: Mapping[torch.Tensor, torch.Tensor],
+        limit: int | None = None,
+        buffers: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self.optim = optim
         self.runs: list[MergedRun] = []
         self.apart = [group["params"] for group in optim.param_groups]
         most = math.inf if limit is None else limit
+        buffers = buffers or {}
         for group in optim.param_groups if params and is_elementwise(type(optim)) else ():
             fit = [t for t in group["params"] if _can_be_merged(t, most) and t in params]
+            together = _contiguous_runs(fit)
             self.runs += [
-                MergedRun(run, [params[member] for member in run], limit is not None)
-                for run in _contiguous_runs(fit)
+                MergedRun(run, [params[member] for member in run], limit is not None) for run in together
+            ]
+            # On an accelerator an optimizer's own default steps tensors together, without copies.
+            param_at = {
+                buffers[t]: t for t in fit if t in buffers and t.numel() <= GATHERED_NUMEL and t.is_cpu
+            }
+            self.runs += [
+                GatheredRun([param_at[buffer] for buffer in run], run) for run in _contiguous_runs(param_at)
             ]
         self._arrange()
 
@@ -304,9 +364,10 @@ class MergedSlices:
         """Replace the runs by their members, with groups and state as if each had been stepped by itself."""
         self._list(self.apart)
         for run in self.runs:
-            run.drop_gradients()
+            run.return_values()
             run.state = self.optim.state.pop(run.whole, run.state)
             run.split_state(self.optim.state)
+            run.drop_gradients()
 
     def dissolve(self) -> None:
         """Step each member by itself from now on, with its own step counter."""

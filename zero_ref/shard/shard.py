@@ -236,6 +236,7 @@ class Shard:
             used=self._used,
             merge=self._merge,
             in_ranges=bool(built.partition.ranges),
+            buffers=built.buffers_of(self.rank),
         )
 
     def follow(self) -> None:
@@ -423,8 +424,8 @@ def log_share(built: Built, shard: Shard, world_size: int) -> None:
         total,
         100 * mine / max(total, 1),
         len(shard.owned),
-        len(built.messages),
-        sum(message.tensor.nbytes for message in built.messages),
+        len(built.to_send),
+        sum(message.tensor.nbytes for message in built.to_send),
     )
     if level == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
         for own in shard.owned:

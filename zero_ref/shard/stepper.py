@@ -357,6 +357,7 @@ class Steppers:
         transfer, used: as `CopyStepper`.
         merge: step neighbours in memory as one tensor, if their class is elementwise.
         in_ranges: ranks own equal shares of ranges of parameters.
+        buffers: by parameter, memory for the values of those that are sent together.
 
     Attributes:
         chosen: the stepper that a step uses.
@@ -374,11 +375,12 @@ class Steppers:
         used: set[int],
         merge: bool,
         in_ranges: bool,
+        buffers: Mapping[torch.Tensor, torch.Tensor],
     ) -> None:
         # 1. Find the neighbours that can be merged.
         trained = [own for own in owned if own.param.requires_grad] if merge else []
         small = {own.local: own.param for own in trained if own.is_whole}
-        self.small = MergedSlices(optim, small, SMALL_NUMEL)
+        self.small = MergedSlices(optim, small, SMALL_NUMEL, buffers if merge else {})
         # In a share neighbours lie together, as do their gradients after ShardedDataParallel's backward.
         in_share = [own.local for own in trained if in_ranges and not own.is_copy]
         self.shares = MergedSlices(optim, dict(zip(in_share, in_share)))

@@ -105,9 +105,10 @@ class ZeroWithDDP(DDP):
             return []
         part, members = self._single(parts), self._members(parts)
         if part is None and len(members) == self._trained:
-            calls = new_parameters(self.partition, self.params, self.how.flat)
+            calls = new_parameters(self.partition, self.params, self.how.flat, self.how.buffer_size)
         else:
-            calls = broadcasts_of(self._messages.about(members), self.params, frozenset(members))
+            messages = self._messages.about(members)
+            calls = broadcasts_of(messages, self.params, frozenset(members), self.how.buffer_size)
         return [
             Operation("broadcast", NETWORK, part, after, op=op, nbytes=nbytes, owner=owner)
             for op, nbytes, owner in calls

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from zero_ref.plan.calls import Call
 from zero_ref.plan.layout import BucketLayout, Flat, lay_out, runs_within
+from zero_ref.plan.parcels import SMALL_NUMEL, parcels
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
 from zero_ref.simulator.ledger import itemsize_of
 
@@ -53,10 +54,17 @@ class MessagesByParam:
         return [self._messages[number] for number in sorted(numbers)]
 
 
-def new_parameters(partition: Partition, params: Sequence[ParamSpec], flat: bool) -> list[Call]:
-    """The calls that send all new parameters at once: of equal shares an all-gather, else broadcasts."""
+def new_parameters(
+    partition: Partition, params: Sequence[ParamSpec], flat: bool, buffer_size: int = 0
+) -> list[Call]:
+    """The calls that send all new parameters at once: of equal shares an all-gather, else broadcasts.
+
+    Args:
+        flat: parameters lie in flat tensors.
+        buffer_size: without these, elements of a buffer in which small parameters travel; 0 for none.
+    """
     if not flat:
-        return broadcasts_of_slices(partition, params)
+        return broadcasts_of_slices(partition, params, buffer_size)
     calls: list[Call] = []
     for one in lay_out(partition, params).flats:
         if one.shared:
@@ -67,25 +75,49 @@ def new_parameters(partition: Partition, params: Sequence[ParamSpec], flat: bool
 
 
 def broadcasts_of(
-    messages: Iterable[Message], params: Sequence[ParamSpec], members: Container[int]
+    messages: Iterable[Message],
+    params: Sequence[ParamSpec],
+    members: Container[int],
+    buffer_size: int = 0,
 ) -> list[Call]:
-    """One broadcast for each run of elements in a message that belongs to trainable `members`."""
-    return [
-        Call("broadcast", (run.stop - run.start) * itemsize_of(params[run.slices[0].param].dtype), owner)
+    """One broadcast for each run of elements in a message that belongs to trainable `members`.
+
+    Args:
+        buffer_size: small runs of one owner, dtype and device travel together in buffers of at most so many
+            elements, before all others; 0 for none.
+    """
+    runs = [
+        (owner, params[run.slices[0].param], run.stop - run.start)
         for owner, slices, starts in messages
         for run in runs_within(slices, starts, members)
         if params[run.slices[0].param].trainable
     ]
+    sizes = [((owner, param.dtype, param.device), numel) for owner, param, numel in runs]
+    together = parcels(sizes, buffer_size, SMALL_NUMEL) if buffer_size else [[n] for n in range(len(runs))]
+    return [
+        Call("broadcast", sum(sizes[n][1] for n in numbers) * itemsize_of(runs[numbers[0]][1].dtype), owner)
+        for numbers in together
+        for owner in [runs[numbers[0]][0]]
+    ]
 
 
-def broadcasts_of_slices(partition: Partition, params: Sequence[ParamSpec]) -> list[Call]:
-    """One broadcast for each trainable slice, owner by owner.
+def broadcasts_of_slices(
+    partition: Partition, params: Sequence[ParamSpec], buffer_size: int = 0
+) -> list[Call]:
+    """One broadcast for each trainable slice, owner by owner; or small slices together.
 
     >>> from zero_ref.plan.rules import sorted_greedy
     >>> broadcasts_of_slices(sorted_greedy([6, 5], 2), [ParamSpec(6), ParamSpec(5, trainable=False)])
     [Call(op='broadcast', nbytes=24, peer=0)]
+    >>> params = [ParamSpec(20_000), ParamSpec(5), ParamSpec(4)]
+    >>> [call.nbytes for call in broadcasts_of_slices(sorted_greedy([20_000, 5, 4], 1), params, 2**18)]
+    [36, 80000]
+
+    Args:
+        buffer_size: as `broadcasts_of`.
     """
-    return broadcasts_of(messages_of(partition, params, flat=False), params, range(len(params)))
+    messages = messages_of(partition, params, flat=False)
+    return broadcasts_of(messages, params, range(len(params)), buffer_size)
 
 
 def broadcasts_of_buckets(layout: BucketLayout) -> list[Call]:

@@ -12,6 +12,7 @@ from typing import Any
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.plan.calls import REDUCED_BY
 from zero_ref.plan.choice import Choice
+from zero_ref.plan.parcels import BROADCAST_NUMEL
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.ledger import StateRule, check_stage, state_rule
 from zero_ref.simulator.operations import WAYS, WAYS_OF_DDP, WAYS_WITHOUT_DDP
@@ -37,6 +38,8 @@ class Recipe:
         flat: owned parameters lie in flat tensors (`parameters_as_bucket_view`), so that one message goes for
             each of these and not for each owned slice. At stage 3 each unit lies in one, which is cut: the
             last of the stairs.
+        broadcast_buffer_size: otherwise small slices of an owner travel together, in buffers of at most so
+            many elements, as with the optimizer's argument; 0 sends each by itself.
         to_owners: gradients are reduced to their owners only, and the rest is released.
         reduced_by: how DDP's buckets get to their owners, one of `calls.REDUCED_BY`: "pairs", which is the
             default of `reduce_to_owners` on Gloo, or "reduce", its default on NCCL.
@@ -79,6 +82,7 @@ class Recipe:
     reduce_dtype: str | None = field(default=None, kw_only=True)
     reduced_by: str = field(default="pairs", kw_only=True)
     offload: bool = field(default=False, kw_only=True)
+    broadcast_buffer_size: int = field(default=BROADCAST_NUMEL, kw_only=True)
 
     def __post_init__(self) -> None:
         check_stage(self.stage)
@@ -146,6 +150,11 @@ class Recipe:
                 f"offload= is for strategies whose optimizer is a ZeroRedundancyOptimizer, which has a "
                 f"state_device=; {self.name!r} has another."
             )
+
+    @property
+    def buffer_size(self) -> int:
+        """Elements of a buffer in which small parameters travel; 0 for none."""
+        return 0 if self.flat else self.broadcast_buffer_size
 
     @property
     def in_groups(self) -> bool:
@@ -217,7 +226,7 @@ TRAINED: dict[str, Recipe] = {
     one.name: one
     for one in (
         Recipe("ddp", "every rank keeps the whole optimizer and sends no parameters", 0),
-        Recipe("zero", "whole parameters to owners, one broadcast each", 1, "sorted_greedy"),
+        Recipe("zero", "whole parameters to owners, small ones sent together", 1, "sorted_greedy"),
         Recipe("zero-bucket", "whole parameters to owners, one broadcast an owner", 1, "sorted_greedy", True),
         Recipe(
             "zero-even", "1/N of the elements each, to within 64, one broadcast an owner", 1, "even", True

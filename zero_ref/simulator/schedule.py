@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zero_ref.plan.calls import Call
+from zero_ref.plan.parcels import BROADCAST_NUMEL
 from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
 from zero_ref.simulator.data_parallel import DDP, ZeroToOwners, ZeroWithDDP
 from zero_ref.simulator.ledger import nbytes_of
@@ -184,11 +185,13 @@ def schedule(
 
     >>> params = [ParamSpec(n) for n in (600, 500, 400, 100)]
     >>> plan = schedule("zero", params, world_size=2)
-    >>> [(call.op, call.nbytes, call.peer) for call in plan.calls]       # doctest: +NORMALIZE_WHITESPACE
-    [('all_reduce', 6400, None), ('broadcast', 2400, 0), ('broadcast', 400, 0),
-     ('broadcast', 2000, 1), ('broadcast', 1600, 1)]
+    >>> [(call.op, call.nbytes, call.peer) for call in plan.calls]
+    [('all_reduce', 6400, None), ('broadcast', 2800, 0), ('broadcast', 3600, 1)]
     >>> plan.collectives, plan.payload_bytes, plan.state_bytes
-    (5, 12800, (5608, 7208))
+    (3, 12800, (5608, 7208))
+    >>> one_by_one = schedule(recipe("zero", broadcast_buffer_size=0), params, world_size=2)
+    >>> [(call.nbytes, call.peer) for call in one_by_one.calls[1:]]
+    [(2400, 0), (400, 0), (2000, 1), (1600, 1)]
     >>> schedule("ddp", params, world_size=2).state_bytes
     (12816, 12816)
 
@@ -264,6 +267,7 @@ def calls_of_rank(
     to_owners: bool = False,
     reduced_by: str = "pairs",
     interleaved: bool = False,
+    broadcast_buffer_size: int = BROADCAST_NUMEL,
 ) -> list[Call]:
     """The calls of one rank in one iteration, gradients reduced and parameters sent, in order.
 
@@ -273,7 +277,8 @@ def calls_of_rank(
     >>> params = [ParamSpec(n) for n in (600, 500, 400, 100)]
     >>> from zero_ref.plan.rules import sorted_greedy
     >>> plan, buckets = sorted_greedy([600, 500, 400, 100], 2), [[3, 2], [1, 0]]
-    >>> [call[:2] for call in calls_of_rank(plan, params, 0, buckets=buckets, interleaved=True)]
+    >>> how = {"buckets": buckets, "interleaved": True, "broadcast_buffer_size": 0}
+    >>> [call[:2] for call in calls_of_rank(plan, params, 0, **how)]
     [('all_reduce', 2000), ('all_reduce', 4400), ('broadcast', 400), ('broadcast', 1600),
      ('broadcast', 2400), ('broadcast', 2000)]
     >>> [call[:2] for call in calls_of_rank(plan, params, 0, buckets=buckets, to_owners=True)][:4]
@@ -287,10 +292,18 @@ def calls_of_rank(
         flat: parameters are views of flat tensors, so that what lies together is sent together.
         to_owners: gradients are reduced to the owners only; else all-reduced.
         reduced_by: how they are, one of REDUCED_BY.
+        broadcast_buffer_size: as `Recipe`.
     """
     to_whom = {"to_owners": True, "reduced_by": reduced_by} if to_owners else {}
     way = "interleaved" if interleaved else "plain"
-    how = recipe("zero", partition=partition, flat=flat, way=way, **to_whom)
+    how = recipe(
+        "zero",
+        partition=partition,
+        flat=flat,
+        way=way,
+        broadcast_buffer_size=broadcast_buffer_size,
+        **to_whom,
+    )
     return list(schedule(how, params, partition.world_size, ddp_buckets=buckets).calls_of(rank))
 
 

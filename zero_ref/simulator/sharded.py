@@ -37,7 +37,9 @@ class ZeroWithoutDDP(Strategy):
         buckets = [list(plan.starts) for plan in self._plans]
         self._forward, self._backwards = forward_and_backward(self.params, buckets, self.activation_bytes)
         self._awaited: list[int] = []  # the calls for which the step waits
-        calls = new_parameters(self.partition, self.params, self.how.flat) if self.groups.ranks > 1 else []
+        calls = []
+        if self.groups.ranks > 1:
+            calls = new_parameters(self.partition, self.params, self.how.flat, self.how.buffer_size)
         gathers = [
             self.groups.within(Operation("broadcast", NETWORK, op=op, nbytes=nbytes, owner=owner))
             for op, nbytes, owner in calls
