@@ -720,6 +720,24 @@ def test_mistakes_are_named_on_all_ranks(tmp_path: Path) -> None:
         assert "rank 1" in one_rank or "nowhere" in one_rank
 
 
+def loads_another_step(path: Path) -> str:
+    for step in (1, 2):
+        model, optimizer = ours()
+        for _ in range(step):
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        dcp.save({"optim": StatefulOptimizer(model, optimizer)}, checkpoint_id=path / str(step))
+    mine = path / str(1 + dist.get_rank())
+    return caught(StatefulOptimizer(model, optimizer, mine).state_dict)
+
+
+def test_ranks_that_load_saves_of_different_steps_all_raise(tmp_path: Path) -> None:
+    for message in run(loads_another_step, 2, tmp_path):
+        assert "ranks disagree, so none can give the optimizer state to DCP: rank 1 has [save " in message
+        assert "Give the reader of one checkpoint on every rank" in message
+
+
 def fsdp_of_another_shape(path: Path) -> None:
     model = Parts()
     model.up = nn.Linear(70, 9)

@@ -27,7 +27,9 @@ from library.training import (
     all_parameters,
     assert_same,
     assert_state_dicts_equal,
+    caught,
     describe,
+    fill_gradients,
     filled,
     of_several_dtypes,
     snapshot,
@@ -655,6 +657,49 @@ def test_ranks_that_load_different_options_or_states_all_raise() -> None:
     assert all(
         "ranks disagree" in str(error) for error in loading_raises(lambda rank: other if rank else one)
     )
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options", "named"),
+    [
+        (optim.AdamW, {}, "[state 'step' of parameter 0: () float32, 2.0]"),
+        (optim.SGD, {"momentum": 0.9, "lr": 0.1}, "[state 'momentum_buffer' of parameter 0: "),
+    ],
+)
+def test_ranks_that_load_states_of_different_steps_all_raise(
+    optimizer_class: Any, options: dict[str, Any], named: str
+) -> None:
+    model = Tangle()
+    plain = optimizer_class(model.parameters(), **options)
+    saved = []
+    for step in range(2):
+        fill_gradients(model.parameters(), step, world_size=1)
+        plain.step()
+        saved.append(copy.deepcopy(plain.state_dict()))
+
+    def on_rank(comm: Collectives) -> str:
+        optimizer = ZeroRedundancyOptimizer(Tangle().parameters(), optimizer_class, comm, **options)
+        return caught(lambda: optimizer.load_state_dict(saved[comm.rank]))
+
+    for message in virtual.run(on_rank, 2):
+        assert "ranks disagree, so none can load the state dict: rank 1 has " + named in message
+        assert "Load the same state dict, of one step, on every rank" in message
+
+
+def test_parameters_that_differ_after_a_load_are_told_before_the_next_update() -> None:
+    def on_rank(comm: Collectives) -> None:
+        model = Tangle()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm)
+        for step in range(2):
+            fill_gradients(model.parameters(), step, world_size=1)
+            optimizer.step()
+            optimizer.consolidate_state_dict("all")
+            optimizer.load_state_dict(optimizer.state_dict())
+            with torch.no_grad():
+                next(model.parameters()).add_(comm.rank)
+
+    with pytest.warns(UserWarning, match="has other values on rank 1 than on rank 0"):
+        virtual.run(on_rank, 2)
 
 
 @pytest.mark.parametrize("junk", [None, {"state": {}}, {"model": {}, "optimizer": {}}, {1: 2}])

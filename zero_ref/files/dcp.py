@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
+from zero_ref.comm.agreement import Fact
 from zero_ref.files.flat_slices import FlatSlices, read_slices
 from zero_ref.files.sharded import Directory
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -109,6 +110,9 @@ class StatefulOptimizer:
                 facts += self.optimizer.standing_facts()
                 return {"state": self._state(), **self._groups()}
             self._part = _PartToLoad(self.optimizer, self.names, self.reader, self.key, self.model_key)
+            facts.append(
+                Fact(f"save {self._part.save_id}", "Give the reader of one checkpoint on every rank.")
+            )
             return self._part.places
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -182,6 +186,7 @@ class _PartToLoad:
 
     Attributes:
         places: by flat key, empty tensors for DCP to read into, and None for each value that is no tensor.
+        save_id: a name that DCP gives each save; None if the checkpoint has none.
         described: by parameter name and key, the state's tensors on "meta", of all parameters.
     Raises:
         ValueError: there is no optimizer under `key`.
@@ -198,6 +203,8 @@ class _PartToLoad:
         self.owned = [(own, names[own.piece.param]) for own in optimizer.shard.owned]
         self.model_key = model_key
         metadata = reader.read_metadata()
+        # Two saves of one run have the same keys and shapes.
+        self.save_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
         saved = _saved_under(key, metadata)
 
         # 1. Describe the state of all parameters, which every rank checks before it loads.

@@ -172,7 +172,7 @@ class Accord(Agreement):
             rounded: the number of parameters, from the first, whose start values ranks do not compare.
         """
         self.lost = {}
-        self.compared = max(self.compared, rounded)
+        self.compared = rounded  # a rank may also have loaded other parameters
 
     def note_partial_call(self, call: str, failed: Sequence[int]) -> None:
         """Note that a call of the local optimizer's class raised on these ranks and not on the others."""

@@ -19,13 +19,16 @@ from typing import Any
 
 import torch
 
+from zero_ref.comm.agreement import Fact
 from zero_ref.shard import subclasses
-from zero_ref.shard.buckets import flat_like
+from zero_ref.shard.buckets import flat_like, flat_view
 from zero_ref.shard.checks import is_elementwise
 from zero_ref.shard.groups import (
     describe_options,
+    dtype_name,
     name_of,
     options_of,
+    plain,
     specs_of,
 )
 from zero_ref.shard.owned import OwnedSlice
@@ -198,24 +201,50 @@ def check_fits(
 
 
 def facts_of(state_dict: Mapping[str, Any], ids: Sequence[Any]) -> list[str]:
-    """The facts that ranks compare before they load, since a rank may have opened another file.
+    """The facts that ranks compare before they load, since a rank may have opened the file of another step.
 
-    To compare all elements would take too long, so shapes and dtypes stand for tensors.
+    To compare all elements would take too long, so a few stand for a tensor.
 
     Args:
         ids: from `check_fits`.
     """
-    kinds = [
-        (number, key, (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value)
-        for number, id_ in enumerate(ids)
-        for key, value in state_dict["state"].get(id_, {}).items()
-    ]
-    options = [
+    lines = [
         f"group {index}: {option}"
         for index, group in enumerate(state_dict["param_groups"])
         for option in describe_options(group)
     ]
-    return [*options, f"state of shapes and kinds {hashlib.sha256(repr(kinds).encode()).hexdigest()[:12]}"]
+    lines += [
+        f"state {key!r} of parameter {number}: {_described(value)}"
+        for number, id_ in enumerate(ids)
+        for key, value in state_dict["state"].get(id_, {}).items()
+    ]
+    return [Fact(line, "Load the same state dict, of one step, on every rank.") for line in lines]
+
+
+SAMPLE = 16
+"""The number of elements that stand for a tensor."""
+
+
+def _described(value: Any) -> str:
+    """Describe a value of the state by a short text that is another one, most likely, for another value."""
+    if isinstance(value, (list, tuple)):
+        return str([*map(_described, value)])
+    if isinstance(value, dict):
+        return str({key: _described(part) for key, part in value.items()})
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    text = f"{tuple(value.shape)} {dtype_name(value.dtype)}"
+    # A description in place of a tensor has no elements; those of a tensor subclass are in other tensors.
+    if value.is_meta or type(value) is not torch.Tensor or value.layout != torch.strided:
+        return text
+    if value.numel() == 1:
+        return f"{text}, {plain(value)}"
+    try:
+        elements = flat_view(value.detach())
+    except ValueError:  # gaps: all elements would have to be copied
+        return text
+    sample = elements[:: len(elements) // SAMPLE + 1].cpu().contiguous()
+    return f"{text}, elements {hashlib.sha256(bytes(sample.view(torch.uint8).tolist())).hexdigest()[:12]}"
 
 
 def _misfit_error(name: str, key: Any, value: Any, param: torch.Tensor) -> str:
