@@ -6,6 +6,7 @@
 - `accord`: what ranks must have in common, and who has failed;
 - `start_values`: whether ranks start from equal parameters;
 - `closure`: a closure inside the step;
+- `scaled`: a step by FairScale's scaler, which adds up over ranks;
 - `during_backward`: a step that a hook of the program's own makes;
 - `join`: uneven inputs;
 - `forwarded`: attributes of the wrapped class, and its `train` and `eval`, called on all ranks;

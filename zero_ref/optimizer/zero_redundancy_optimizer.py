@@ -34,6 +34,7 @@ from zero_ref.optimizer.during_backward import check_not_being_reduced, facts_of
 from zero_ref.optimizer.forwarded import attribute_of
 from zero_ref.optimizer.own_saves import OwnSaves
 from zero_ref.optimizer.registered import Options, Registered
+from zero_ref.optimizer.scaled import step_by_scaler
 from zero_ref.plan.choice import Choice
 from zero_ref.plan.parcels import BROADCAST_NUMEL
 from zero_ref.plan.partition import Partition
@@ -107,6 +108,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         backward: where the gradients of the last backward are, and whether hooks have made the update.
         arriving: the pending calls that send and receive new parameters, if `gather_in_forward` of
             ShardedDataParallel lets `step` return before they are complete; else None.
+        scaler: the gradient scaler that makes the step which is under way, and adds up over ranks; else None.
         accord: checks that options stay equal on all ranks, and reports errors between ranks.
         whole: the state of the unsharded optimizer, to save and to load.
         saves: what is known of the optimizer's sharded saves.
@@ -154,6 +156,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.process_group = dist.group.WORLD if process_group is None else process_group
         self.backward = Backward()
         self.arriving: Arriving | None = None
+        self.scaler: Any = None
         self.whole = WholeState(self)
         self.saves = OwnSaves()
 
@@ -233,7 +236,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Args:
             closure: re-evaluates the model and returns the loss; the local optimizer calls it.
-            **kwargs: passed to the local optimizer's `step`.
+            **kwargs: passed to the local optimizer's `step`. FairScale's `ShardedGradScaler` passes itself as
+                `grad_scaler`, which this step uses.
         Returns:
             The result of the local optimizer's `step`: the closure's loss, or None.
         Raises:
@@ -256,6 +260,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # torch.distributed.checkpoint steps what has no state; a rank that owns nothing would step alone.
         if closure is None and not torch.is_grad_enabled() and self.whole.is_to_be_made():
             return None
+
+        # A scaler that adds up over ranks hands itself over, unscales, and calls this again without itself.
+        if kwargs.get("grad_scaler") is not None:
+            return step_by_scaler(self, kwargs.pop("grad_scaler"), **kwargs)
 
         # During backward, a hook of the program's own makes this step.
         by_hook = in_backward()
@@ -419,7 +427,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # If True, torch.amp.GradScaler calls step() on every rank, so that every rank raises the same error.
-        return self.backward.gradients.why_no_scaler is not None
+        return self.backward.gradients.why_no_scaler is not None and self.scaler is None
 
     # ---------------------------------------------------------------------------------- with uneven inputs
 
