@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 from surroundings import settle
 
-PARTS = ["unit", "ranks", "notebooks", "book", "browser", "types", "lint", "imports"]
-"""From the longest on, so that the short ones fill what is left at the end."""
-AFTER = {"book": "notebooks", "browser": "book"}
-"""The book takes the outputs of notebooks that were checked, and the browser reads the book."""
+PARTS = ["notebooks", "ranks", "types", "lint", "imports", "book", "browser", "unit"]
+"""The longest chain begins first, beside what waits much, and short parts that tell of a mistake early."""
+AFTER = {"book": "notebooks", "browser": "book", "unit": "notebooks"}
+"""The book takes the outputs of notebooks that were checked, and the browser reads the book. Unit tests need
+nothing of the notebooks: they keep both cores busy, so they fill what book and browser leave."""
 NEEDS = {"browser": "book"}
 AT_ONCE = 3
 """On two cores: tests on ranks and notebooks wait much, for processes to start and for time-outs to pass."""

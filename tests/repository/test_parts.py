@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a script 
 def test_what_comes_after_a_part_that_failed_is_run_too(make: str, capfd: pytest.CaptureFixture[str]) -> None:
     outcomes = parts.run_all(make)
     names = [outcome.part for outcome in outcomes]
-    assert names == ["unit", "ranks", "notebooks", "book", "browser", "types", "lint", "imports"]
+    assert names == ["notebooks", "ranks", "types", "lint", "imports", "book", "browser", "unit"]
     assert {o.part: o.status for o in outcomes if o.status != "passed"} == {
         "ranks": "FAILED",
         "browser": "not checked",
