@@ -184,7 +184,8 @@ def test_a_scenario_foresees_the_bytes_of_a_16_bit_model(strategy: str) -> None:
 @pytest.mark.thorough
 def test_the_front_page_s_command_measures_the_bytes_of_its_picture(tmp_path: Path) -> None:
     book = Path(__file__).parents[2] / "book"
-    drawn = re.findall(r"at most (\d+) bytes", (book / "pictures" / "stages.svg").read_text(encoding="utf-8"))
+    svg = (book / "pictures" / "stages.svg").read_text(encoding="utf-8")
+    drawn = dict.fromkeys(re.findall(r"at most (\d+) bytes", svg))  # twice: of all stages, and of each
     page = (book / "index.md").read_text(encoding="utf-8")
     (words,) = re.findall(r"^zero-ref (train .*)$", page, flags=re.M)
     fewer = ["--steps", "2"]  # of the page's steps; what is held is the same after each
@@ -417,7 +418,7 @@ def test_the_command_compares_strategies_and_writes_json(
 
 def test_the_demo_writes_its_pictures_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--ranks", "2", "--out", str(tmp_path), *small_arguments()]) == 0
-    assert "All 35 predictions equal their measurement" in capsys.readouterr().out
+    assert "All 40 predictions equal their measurement" in capsys.readouterr().out
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {
         *("index.html", "outcome.json", "memory.png", "losses.png", "predicted-measured.png"),
@@ -446,6 +447,7 @@ def test_a_wrong_prediction_fails_the_command(
         (["--steps", "4", "--resume"], "need the name of a checkpoint file"),
         (["--steps", "4", "--width", "30"], "width 30 is not a multiple of heads 4"),
         (["--strategy", "ddp", "--strategy", "zero", "--checkpoint", "x"], "give one --strategy"),
+        (["--strategy", "zero-3-stair", "--checkpoint", "x"], "writes no checkpoint"),
         (["--steps", "4", "--checkpoint", "absent.pt", "--resume"], "there is no file absent.pt yet"),
         (["--width", "65536", "--layers", "1000"], "and this machine has"),
         (
