@@ -298,6 +298,7 @@ def start_values_differ(change: Callable[[nn.Module], None]) -> str:
         first, *others = virtual.run(on_rank, 3, timeout=20)
     for values in others:
         assert all(map(same_bits, values, first))
+    assert {warning.filename for warning in caught} == {__file__}, "the line of the user's step"
     of_ranks = sorted(str(warning.message).partition(": before its first update ") for warning in caught)
     assert [rank for rank, _, _ in of_ranks] == ["rank 0", "rank 1", "rank 2"]
     (message,) = {text for _, _, text in of_ranks}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -684,6 +685,51 @@ def test_ranks_that_load_states_of_different_steps_all_raise(
     for message in virtual.run(on_rank, 2):
         assert "ranks disagree, so none can load the state dict: rank 1 has " + named in message
         assert "Load the same state dict, of one step, on every rank" in message
+
+
+@pytest.mark.parametrize("first", ["optimizer", "model", None])
+def test_masters_loaded_into_a_model_without_its_weights_are_told_in_the_next_step(first: str | None) -> None:
+    def trained(comm: Collectives) -> tuple[nn.Module, Any]:
+        model = nn.Linear(8, 8).bfloat16()
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+            model.bias.fill_(1.0)
+        optimizer = ZeroRedundancyOptimizer(
+            model.named_parameters(), optim.SGD, comm, lr=0.1, master_dtype=torch.float32
+        )
+        return model, optimizer
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    def on_rank(comm: Collectives) -> None:
+        model, optimizer = trained(comm)
+        step(model, optimizer)
+        optimizer.consolidate_state_dict("all")
+        other, resumed = trained(comm)
+        if first == "model":
+            other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(optimizer.state_dict())
+        if first == "optimizer":
+            other.load_state_dict(model.state_dict())
+        for both in ((model, optimizer), (other, resumed)):
+            step(*both)
+            step(*both)
+        assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+    if first is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            virtual.run(on_rank, 2)
+        return
+    with pytest.warns(
+        UserWarning, match="the loaded masters have other values than 1 parameters here"
+    ) as told:
+        virtual.run(on_rank, 2)
+    assert sorted(str(warning.message).partition(":")[0] for warning in told) == ["rank 0", "rank 1"]
+    assert {warning.filename for warning in told} == {__file__}
 
 
 def test_parameters_that_differ_after_a_load_are_told_before_the_next_update() -> None:

@@ -5,6 +5,7 @@
 - `plans`: the plans made of it, also anew while a run goes on;
 - `accord`: what ranks must have in common, and who has failed;
 - `start_values`: whether ranks start from equal parameters;
+- `warned`: warnings that name the user's line;
 - `closure`: a closure inside the step;
 - `scaled`: a step by FairScale's scaler, which adds up over ranks;
 - `during_backward`: a step that a hook of the program's own makes;

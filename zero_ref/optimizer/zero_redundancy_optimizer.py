@@ -35,6 +35,7 @@ from zero_ref.optimizer.forwarded import attribute_of
 from zero_ref.optimizer.own_saves import OwnSaves
 from zero_ref.optimizer.registered import Options, Registered
 from zero_ref.optimizer.scaled import step_by_scaler
+from zero_ref.optimizer.start_values import compare_with_masters
 from zero_ref.plan.choice import Choice
 from zero_ref.plan.parcels import BROADCAST_NUMEL
 from zero_ref.plan.partition import Partition
@@ -336,6 +337,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             by_hook: a hook of the program's own steps during backward, so gradients are compared, too.
         """
         self.whole.gathered = None  # the update makes it out of date
+        if self.shard.masters_came:
+            compare_with_masters(self.shard, self.rank)
         built = self.current()
         self.accord.before_update(
             built, lambda: [*self.standing_facts(), *(facts_of_gradients(built) if by_hook else ())]
@@ -589,6 +592,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             copy: with False use the dict's tensors as the state, without a copy, where device and dtype fit
                 and this rank owns the whole parameter. Later steps change them: do not use the dict again.
                 Ranks may choose differently.
+        Warns:
+            UserWarning: in the next `step`, if masters were loaded and the model's own weights were not.
         Raises:
             ValueError: the dict is not for these parameters; names the first one that does not fit. If one
                 rank raises, all raise and the optimizer is unchanged.

@@ -176,6 +176,14 @@ class Copies:
         """Find the parameters that are not equal to their rounded copies; return their numbers."""
         return {own.piece.param for own in self.slices if not torch.equal(own.rounded, own.window)}
 
+    def left_behind(self) -> set[int]:
+        """Find the parameters that differ from their rounded masters, and that nobody has written since."""
+        return {
+            own.piece.param
+            for own, version in zip(self.slices, self._versions, strict=True)
+            if own.is_master and own.param._version == version and not torch.equal(own.rounded, own.window)
+        }
+
     @torch.no_grad()
     def follow_parameters(self) -> None:
         """Copy values that a program has written into the parameters, such as a loaded model, to the copies.

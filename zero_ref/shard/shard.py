@@ -54,6 +54,7 @@ class Shard:
         parts: the owned slices that are not all of their parameter.
         copies: the owned slices whose local tensors are copies.
         optim: the local optimizer.
+        masters_came: masters were loaded, and no update was made since.
         steppers: the objects that step the slices.
     """
 
@@ -78,6 +79,7 @@ class Shard:
         # As plain numbers: a tensor may be changed in place.
         self._at_first = {name: plain(value) for name, value in numbers_in_attributes(self.optim).items()}
         self._merge = merge and place is None
+        self.masters_came = False
         self._used: set[int] = set()  # numbers of the parameters whose local tensors have had a gradient
         self.built = built
         self.replace_state(self.optim.state)
@@ -408,6 +410,7 @@ class Shard:
                 own.local.copy_(own.window if values is None or not own.is_master else values)
                 self._used |= {own.piece.param} if values is not None and own.is_master else set()
         self.copies.note_versions()
+        self.masters_came = bool(self._used)
 
 
 def log_share(built: Built, shard: Shard, world_size: int) -> None:
