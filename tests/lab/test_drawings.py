@@ -304,6 +304,8 @@ def test_in_stage_2_a_rank_has_all_parameters_and_its_own_pieces_of_averaged_gra
     for rank, strip in enumerate(strips[1::2]):
         # The last block's gradients are averaged, the middle one's are whole, the first one's are not there.
         assert strip == {tint(WHO[rank], AVERAGED): 1, FAINT: 3, "": 2 + 3}
+        (averaged,) = found(drawing, "rect", fill=tint(WHO[rank], AVERAGED))
+        assert all(number(one, "x") < number(averaged, "x") for one in found(drawing, "rect", fill=FAINT))
     assert not [one for one in found(drawing, "rect") if one.attrib["fill"].startswith("url")]
 
 
