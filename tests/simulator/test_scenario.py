@@ -56,17 +56,12 @@ def test_one_rank_does_nothing_but_compute() -> None:
     assert run.fits is False, "16 MB are more than 1 MB"
 
 
-def test_a_rank_alone_holds_the_same_under_every_name_of_the_one_program() -> None:
-    scenario = Scenario(MODELS["gpt2"], H100, 1)
+def test_a_rank_alone_holds_the_same_under_every_name_of_one_program() -> None:
+    scenario = Scenario(MODELS["gpt2"], H100, 1, dtype="float32")
     ddp = scenario.run("ddp")
     for strategy in ("zero-2", "zero-3"):
         run = scenario.run(strategy)
         assert (run.memory.phase_bytes, run.peak_bytes) == (ddp.memory.phase_bytes, ddp.peak_bytes), strategy
-    numel = scenario.trained_numel
-    by_operation = replace(scenario, update="foreach").run("ddp").memory.phase_bytes["step"]
-    assert by_operation - ddp.memory.phase_bytes["step"] == 8 * numel, (
-        "gradients in 32 bits, and a square root"
-    )
 
 
 def test_buckets_of_stage_2_are_of_the_size_that_was_asked_for() -> None:

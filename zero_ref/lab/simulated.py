@@ -19,7 +19,6 @@ from zero_ref.simulator.options import values_of
 from zero_ref.simulator.recipe import LOCAL_SGD
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
 from zero_ref.simulator.sensitivity import SWITCH
-from zero_ref.simulator.training import DTYPES
 
 MFU_COUNTS = (
     "6 operations for each token and each parameter that it goes through, and those of attention over whole "
@@ -249,11 +248,12 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
     if scenario.fp8:
         yield f"MFU: of {cluster.device.tflops:g} TFLOPS, the peak in 16 bits, also where products are in FP8"
     if scenario.update == "fused" and cluster.backend == "nccl":
-        converts = ", and converts gradients on the way" * (DTYPES[scenario.dtype] == 2 and scenario.masters)
-        yield (
-            f"supposed: one fused kernel makes the update{converts}; torch's own choice on GPUs is --update "
-            "foreach"
-        )
+        yield "supposed: one fused kernel makes the update; torch's own choice on GPUs is --update foreach"
+        if any(scenario.settings(run.strategy).masters_apart for run in runs):
+            yield (
+                "supposed: beside 32-bit masters gradients are converted into a 32-bit copy before the "
+                "update, but under zero-3, which keeps no others; its memory is counted and its time is not"
+            )
     if device_share := cluster.device.allocator_share:
         yield f"supposed: the allocator reserves {device_share:.0%} more than is allocated"
     for part, numel in list(parts_of(scenario.architecture).items())[1:]:

@@ -62,8 +62,7 @@ class MemorySettings:
         accumulates: several backwards before an update: in forward the gradients of earlier ones are there.
         no_sync: at stages 2 and 3, such gradients are whole on every rank until the last backward.
         reduced_itemsize: bytes of an element of gradients on their way; None for those of the gradients.
-        masters_apart: the optimizer steps 32-bit copies, for which an update that is not fused converts the
-            gradients of its shard.
+        masters_apart: the optimizer steps 32-bit copies, for which it converts the gradients of its shard.
         offload: masters, moments and scalars are on the CPU, and the step goes through them in small pieces.
     Raises:
         ValueError: a stage, name or number is not accepted.

@@ -183,14 +183,12 @@ def _reduced_block(params: Sequence[ParamSpec], settings: MemorySettings) -> int
 def _step_bytes(params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings) -> float:
     """Return the bytes that the update needs on the device while it lasts.
 
-    A kernel for each operation needs the copies of `updates`, and 32-bit masters a 32-bit copy of 16-bit
-    gradients. One fused kernel converts each gradient where it reads it.
+    32-bit masters need a 32-bit copy of 16-bit gradients; the kernels need the copies of `updates`.
     """
     if settings.offload:
         return 0
     whole = whole_bytes(params, settings)
-    apart = settings.masters_apart and settings.update != "fused"
-    in_32_bits = memory.master_bytes if apart and whole.master else 0
+    in_32_bits = memory.master_bytes if settings.masters_apart and whole.master else 0
     copies = update_kernels(settings.optimizer, settings.update).copies
     if not copies or not whole.moments:
         return in_32_bits
