@@ -30,7 +30,7 @@ from zero_ref.lab.config import COMPARED, GPTConfig, TrainConfig
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.outcome import outcome, predict
 from zero_ref.lab.strategies import make_optimizer, trainable
-from zero_ref.lab.train import train
+from zero_ref.lab.train import held_out_loss, train
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.models import ParamShape
 from zero_ref.simulator.operations import WAYS
@@ -267,6 +267,13 @@ def test_ranks_that_fill_no_whole_group_are_refused() -> None:
 def test_training_learns() -> None:
     measured = ranks.run(train, 2, replace(SMALL, steps=60, batch_size=8))[0]
     assert measured.losses[-1] < measured.losses[0] - 1.5
+
+
+def test_the_last_loss_is_that_of_passages_that_were_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = language_reference()
+    without = text._replace(training=text.training[:0])
+    monkeypatch.setattr("zero_ref.lab.train.language_reference", lambda: without)
+    assert held_out_loss(GPT(SMALL.model), SMALL, batches=1) > 0
 
 
 def profiled_step(strategy: str) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:

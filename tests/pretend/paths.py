@@ -26,6 +26,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref import (
+    OSS,
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
     ShardedDataParallel,
@@ -115,10 +116,14 @@ def adamw(params: Any, place: Place, **options: Any) -> ZeroRedundancyOptimizer:
 
 
 @path
-def step(place: Place, **options: Any) -> list[torch.Tensor]:
+def step(place: Place, rounded: bool = False, **options: Any) -> list[torch.Tensor]:
     """A step by itself: gradients are there."""
     model = place.model()
-    zero = adamw(model.parameters(), place, **options)
+    if rounded:
+        adam = {"lr": 1e-2, "broadcast_dtype": torch.bfloat16}
+        zero: Any = OSS(model.parameters(), torch.optim.AdamW, place.group, **adam)
+    else:
+        zero = adamw(model.parameters(), place, **options)
     for number in range(STEPS):
         place.loss(model, number).backward()
         for param in model.parameters():

@@ -64,10 +64,12 @@ for name in ("even views", "shares", "shares views"):
     CASES[f"masters, {name}"] = ("masters", how)
     CASES[f"two optimizers, {name}"] = ("two_optimizers", how)
 CASES["local SGD"] = ("averaged", {})
+CASES["step, rounded"] = ("step", {"rounded": True})
 BETWEEN_BOTH = {"step, each", "DDP, views, owners, clip", "sharded, shares"}
 ALWAYS = BETWEEN_BOTH | {
     "step, even views",
     "step, shares views, fused",
+    "step, rounded",
     "DDP, even views, scaled, clip",
     "DDP, views, to owners in pairs",
     "in backward, even views, interleaved, to owners",

@@ -106,7 +106,12 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Rising over the first steps, while AdamW averages only a few gradients, then constant."""
+    """Rising over the first steps, while AdamW averages only a few gradients, then constant.
+
+    >>> config = TrainConfig(learning_rate=0.5, warmup_steps=2)
+    >>> [learning_rate(config, step) for step in range(3)]
+    [0.25, 0.5, 0.5]
+    """
     return config.learning_rate * min(1.0, (step + 1) / config.warmup_steps)
 
 
