@@ -388,6 +388,21 @@ def test_a_class_is_given_what_is_set_on_the_optimizer() -> None:
         assert ours == [plain] * ranks
 
 
+def test_defaults_that_a_program_replaces_count_for_groups_that_are_added_later() -> None:
+    def lr_of_later_group(make: Any) -> float:
+        first, second = params_of_ones(2)
+        optimizer = make([first])
+        optimizer.defaults = {**optimizer.defaults, "lr": 0.5}
+        optimizer.add_param_group({"params": [second]})
+        return optimizer.param_groups[1]["lr"]  # type: ignore[no-any-return]
+
+    def on_rank(comm: Collectives) -> float:
+        return lr_of_later_group(lambda params: ZeroRedundancyOptimizer(params, optim.SGD, comm, lr=0.1))
+
+    assert lr_of_later_group(lambda params: optim.SGD(params, lr=0.1)) == 0.5
+    assert virtual.run(on_rank, 2) == [0.5, 0.5]
+
+
 def test_a_decision_by_a_loss_that_differs_raises_on_all_ranks_before_it_is_made() -> None:
     def on_rank(comm: Collectives) -> tuple[str, list[float]]:
         params = params_of_ones(2, 6)

@@ -68,7 +68,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             rest, construct two optimizers. If the class has `train` and `eval`, as a schedule-free optimizer,
             they are methods here too: all ranks call them together, and the parameters that they write are
             sent to all ranks. No other method is. Attributes that only the class has are read from, and set
-            on, this rank's local optimizer: set them on all ranks, to the same values.
+            on, this rank's local optimizer: set them on all ranks, to the same values. The local optimizer,
+            `optim`, is an instance of the class; this one is not.
         process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
         parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
             message for each owner, without copies, and (without masters) steps adjacent small
@@ -190,7 +191,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 master_dtype=master_dtype,
                 place=options.state_device,
             )
-            self.defaults = self.optim.defaults
+            # From here on `defaults` are an attribute of the local optimizer: a program may replace them.
+            del self.defaults
             replace_options(self.optim.param_groups, self.param_groups)
             facts += [
                 f"optimizer {number} of the group",
