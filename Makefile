@@ -147,7 +147,7 @@ bench: $(STAMP)  ## measure what the page "How fast is it?" shows; into benchmar
 	    $$measure step sync construction iteration --ranks 4 --rounds 5 --json $$parts/four.json; \
 	    $$measure --json benchmarks/results/benchmarks.json \
 	        --from $$parts/two.json --from $$parts/checkpoint.json --from $$parts/four.json; \
-	    rm -rf $$parts benchmarks/results/sharded.json)
+	    rm -rf $$parts benchmarks/results/sharded.json benchmarks/results/step.json)
 
 # Up to ten minutes. Without a GPU it says what it would measure, writes nothing, and fails: its exit code is 1.
 gpu: $(STAMP)  ## memory and times on this machine's GPUs; into benchmarks/results/gpu.json

@@ -31,7 +31,7 @@ from zero_ref.lab import plots
 from zero_ref.live.numbers import short
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
-COMPARING = ("benchmarks", "sharded")
+COMPARING = ("benchmarks", "sharded", "step")
 NOT_YET = "*Not among the results yet.*"
 
 # What was timed, in the words of the page.

@@ -165,7 +165,7 @@ def test_the_page_shows_everything_that_is_timed() -> None:
     assert re.findall(r"\{measured\} against_peers (\w+)", PAGE) == list(findings.SAID)
 
 
-@pytest.mark.parametrize("name", ["benchmarks", "sharded"])
+@pytest.mark.parametrize("name", ["benchmarks", "sharded", "step"])
 def test_the_files_are_reports_and_the_page_says_how_they_are_made(name: str) -> None:
     file = findings.RESULTS / f"{name}.json"
     (recipe,) = re.findall(r"^bench:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
