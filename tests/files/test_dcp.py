@@ -647,7 +647,10 @@ def halved_goes_on(path: Path | None, **options: Any) -> list[Snapshot]:
     if path is None:
         return steps(model, optimizer, range(4))[2:]
     dcp.load({"optim": StatefulOptimizer(model, optimizer, path)}, checkpoint_id=path)
-    return steps(model, optimizer, range(2, 4))
+    with warnings.catch_warnings():
+        # The gradients here do not depend on the weights, which come with the first update.
+        warnings.filterwarnings("ignore", message=".*the model's own weights were not loaded")
+        return steps(model, optimizer, range(2, 4))
 
 
 def test_masters_go_on_and_come_from_parameters_of_32_bits(tmp_path: Path) -> None:

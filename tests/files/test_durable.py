@@ -113,7 +113,7 @@ def test_the_single_file_of_the_main_job_is_durable_too(
 ) -> None:
     monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(checkpoints, "as_collectives", lambda _: None)
-    monkeypatch.setattr(checkpoints, "agree", lambda *args: said.append(args[2]))
+    monkeypatch.setattr(checkpoints.Agreement, "agree", lambda *args: said.append(args[2]))
     said: list[object] = []
     config = TrainConfig(
         model=GPTConfig(layers=1, heads=1, width=8, context=8), checkpoint=str(tmp_path / "a" / "run.pt")
