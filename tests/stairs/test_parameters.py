@@ -189,6 +189,8 @@ class Part(nn.Module):
 class Chain(nn.Module):
     """Parts in a chain. Input and output: (batch, 6)."""
 
+    backwards = 1  # of an update
+
     def __init__(self, parts: int = 3) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6)
@@ -237,6 +239,16 @@ class Unused(Chain):
         return self.first(x).square().sum()
 
 
+class UnusedFirst(Chain):
+    """A part has a layer that the first of two backwards does not use."""
+
+    backwards = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.parts[0].other_is_used = self.some = getattr(self, "some", True) is False
+        return super().forward(x)
+
+
 class Checkpointed(Chain):
     """The parts' forward is repeated in backward."""
 
@@ -279,7 +291,8 @@ class Dicts(Chain):
 
 
 AWKWARD = [
-    Chain, Tied, Twice, Frozen, Unused, Checkpointed, CheckpointedReentrant, CheckpointedToTheEnd, Dicts,
+    Chain, Tied, Twice, Frozen, Unused, UnusedFirst, Checkpointed, CheckpointedReentrant,
+    CheckpointedToTheEnd, Dicts,
 ]  # fmt: skip
 
 
@@ -292,14 +305,20 @@ def awkward_equal(make: type[Chain]) -> list[int]:
         torch.manual_seed(10 * step + dist.get_rank())
         x = torch.randn(4, 6)
         with recording_distributed() as calls:
-            ours(x).backward()
+            for _ in range(ours.backwards):
+                ours(x).backward()
             zero.step()
         zero.zero_grad()
-        plain(x).backward()
-        for param in plain.parameters():
-            if param.grad is not None:
-                param.grad /= dist.get_world_size()
-                dist.all_reduce(param.grad)
+        for _ in range(ours.backwards):  # each is averaged by itself
+            before = [param.grad for param in plain.parameters()]
+            local.zero_grad()
+            plain(x).backward()
+            for param, earlier in zip(plain.parameters(), before):
+                if param.grad is not None:
+                    param.grad /= dist.get_world_size()
+                    dist.all_reduce(param.grad)
+                if earlier is not None:
+                    param.grad = earlier if param.grad is None else earlier + param.grad
         local.step()
         local.zero_grad()
         for a, b in zip(values(zero, ours), plain.parameters(), strict=True):
@@ -316,7 +335,7 @@ def test_awkward_parameters_train_as_in_the_unsharded_loop(make: type[Chain]) ->
         Twice: [9, 4],  # once more for the second use in forward
         Frozen: [6, 3],  # a frozen part has nothing to gather
         Unused: [6, 3],  # nor has one that was left out
-        CheckpointedReentrant: [11, 4],  # a repeated forward frees what it has gathered
+        UnusedFirst: [16, 8],  # in two backwards
     }
     assert counts == right.get(make, [8, 4])
 

@@ -50,10 +50,14 @@ class Block:
 
     @torch.no_grad()
     def gather(self, *_: Any) -> None:
-        """Give the parameters their values, unless they have them.
+        """Give the parameters their values, unless they have them: before forward, and in backward again.
 
+        Autograd has kept views of the parameters, and they get their values back as well.
         Collective: all ranks. Cost: each receives the (N-1)/N of the block that it does not own.
         """
+        was_in_backward, self.in_backward = self.in_backward, torch._C._current_graph_task_id() >= 0
+        if was_in_backward and not self.in_backward:  # it waits for a gradient that will not come
+            self.reduce()
         if not self.whole.untyped_storage().nbytes():  # freed
             self.whole.untyped_storage().resize_(self.whole.nbytes)
             call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until 2.12
@@ -73,12 +77,7 @@ class Block:
             self.free()
             for tensor in torch.utils._pytree.tree_leaves(output):  # in a tuple or a dict, too
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self.before_backward)
-
-    def before_backward(self, gradient: torch.Tensor) -> None:
-        """Gather again. Autograd has kept views of the parameters, and they get their values back as well."""
-        self.in_backward = True
-        self.gather()
+                    tensor.register_hook(self.gather)
 
     def after_gradient(self, param: torch.Tensor) -> None:
         """Reduce when all gradients are complete: if a parameter is used twice, after both uses."""
