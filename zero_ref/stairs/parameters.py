@@ -43,21 +43,24 @@ class Block:
         self.lengths = [piece.stop - piece.start for piece in pieces]
         self.shards = [torch.nn.Parameter(part) for part in self.share.split(self.lengths)]
         self.free()
-        module.register_forward_pre_hook(self.gather)
+        module.register_forward_pre_hook(self.before_computing)
         module.register_forward_hook(self.after_forward)
         for param in params:
             param.register_post_accumulate_grad_hook(self.after_gradient)
 
+    def before_computing(self, *_: Any) -> None:
+        """Gather for forward and for backward, for which autograd has kept views of the parameters."""
+        if self.in_backward and torch._C._current_graph_task_id() < 0:  # waiting since an earlier backward
+            self.reduce()
+        self.in_backward = torch._C._current_graph_task_id() >= 0
+        self.gather()
+
     @torch.no_grad()
     def gather(self, *_: Any) -> None:
-        """Give the parameters their values, unless they have them: before forward, and in backward again.
+        """Give the parameters their values, unless they have them.
 
-        Autograd has kept views of the parameters, and they get their values back as well.
         Collective: all ranks. Cost: each receives the (N-1)/N of the block that it does not own.
         """
-        was_in_backward, self.in_backward = self.in_backward, torch._C._current_graph_task_id() >= 0
-        if was_in_backward and not self.in_backward:  # it waits for a gradient that will not come
-            self.reduce()
         if not self.whole.untyped_storage().nbytes():  # freed
             self.whole.untyped_storage().resize_(self.whole.nbytes)
             call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until 2.12
@@ -77,7 +80,7 @@ class Block:
             self.free()
             for tensor in torch.utils._pytree.tree_leaves(output):  # in a tuple or a dict, too
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self.gather)
+                    tensor.register_hook(self.before_computing)
 
     def after_gradient(self, param: torch.Tensor) -> None:
         """Reduce when all gradients are complete: if a parameter is used twice, after both uses."""
@@ -133,9 +136,8 @@ class MinimalZero:
             users = [block for block in blocks if any(param is own for own in block.parameters())]
             params_of.setdefault(users[0] if len(users) == 1 else model, []).append(param)
         self.blocks = [Block(*each, group, master_dtype) for each in params_of.items()]
-        # Only the shards go to the local optimizer, which makes state for nothing else.
         owned = [shard for block in self.blocks for shard in block.shards if len(shard)]
-        self.local = optimizer_class([{"params": owned}], **defaults)
+        self.local = optimizer_class([{"params": owned}], **defaults)  # makes state for nothing else
         self.param_groups, self.zero_grad = self.local.param_groups, self.local.zero_grad
 
     def step(self) -> None:
@@ -143,7 +145,6 @@ class MinimalZero:
 
         Collective: all ranks, after backward. Cost: none, unless a parameter of a block had no gradient.
         """
-        for block in self.blocks:
-            if block.in_backward:  # it waits for a gradient that will not come
-                block.reduce()
+        for block in filter(lambda block: block.in_backward, self.blocks):
+            block.reduce()  # it waits for a gradient that will not come
         self.local.step()
