@@ -103,6 +103,7 @@ def run(
             for loss in losses(sharded, comm.rank, step):
                 loss.backward()
             optimizer.step()
+            sharded.wait_for_parameters()
             after.append(values_of(model))
         return after
 

@@ -67,9 +67,9 @@ def test_curves_of_gradients_step_from_point_to_point_and_name_their_peaks() -> 
 
 def test_curves_that_cannot_be_drawn_are_refused() -> None:
     _, ax = plots.figure(6, 3)
-    with pytest.raises(ValueError, match="1 to 7 curves"):
+    with pytest.raises(ValueError, match="1 to 8 curves"):
         plots.gradient_memory({}, ax)
-    with pytest.raises(ValueError, match="1 to 7 curves"):
+    with pytest.raises(ValueError, match="1 to 8 curves"):
         plots.gradient_memory({"DDP": []}, ax)
     with pytest.raises(ValueError, match=r"predicted has \['DDP'\]"):
         plots.gradient_memory({"to shares": [(0, 1)]}, ax, predicted={"DDP": [(0, 1)]})

@@ -125,10 +125,10 @@ def test_a_factor_that_changes_the_winner_is_red_and_others_are_not() -> None:
 @pytest.mark.parametrize(
     ("plot", "message"),
     [
-        (lambda ax: plots.memory_curve({}, ax), "give 1 to 7 curves"),
+        (lambda ax: plots.memory_curve({}, ax), "give 1 to 8 curves"),
         (lambda ax: plots.memory_curve({"one": []}, ax), "a point or more"),
-        (lambda ax: plots.volume_against_ranks({}, ax), "give 1 to 7 curves"),
-        (lambda ax: plots.volume_against_ranks({str(i): {1: 1} for i in range(8)}, ax), "give 1 to 7 curves"),
+        (lambda ax: plots.volume_against_ranks({}, ax), "give 1 to 8 curves"),
+        (lambda ax: plots.volume_against_ranks({str(i): {1: 1} for i in range(9)}, ax), "give 1 to 8 curves"),
         (lambda ax: plots.memory_against_ranks({"one": {1: 0}}, ax), "above 0"),
         (lambda ax: plots.step_time_against_ranks({}, ax), "same numbers of ranks"),
         (

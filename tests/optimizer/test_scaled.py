@@ -39,8 +39,12 @@ INFINITE_AT = 2
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False))
+    drawing = torch.Generator().manual_seed(0)  # virtual ranks are threads, and share torch's own
+    with torch.no_grad():
+        for param in model.parameters():
+            param.uniform_(-0.5, 0.5, generator=drawing)
+    return model
 
 
 def data(rank: int, step: int) -> torch.Tensor:

@@ -373,7 +373,7 @@ MISTAKES = {
     ),
     "groups with ddp": (
         lambda: schedule(recipe("zero-even", shard_group=2), PARAMS, 2),
-        "shard_group= is for strategies without DDP and of stage 3; 'zero-even' has no owners in groups",
+        "shard_group= is for strategies without DDP and for zero-3; 'zero-even' has no owners in groups",
     ),
     "groups without shards": (
         lambda: schedule(recipe("ddp", shard_group=2), PARAMS, 2),
