@@ -63,7 +63,7 @@ def of_suite(request: pytest.FixtureRequest) -> dict[str, SuiteResult]:
 def test_everybody_takes_part(suite: str, of_suite: dict[str, SuiteResult]) -> None:
     fairscale = {"fairscale", "fairscale, fused"} if contenders.fairscale_optimizer() else set()
     peers = {"torch", "torch, best", "ddp", "ddp, fused"} | fairscale
-    ours = {"zero_ref, best", TO_OWNERS, *(f"{TO_OWNERS}, {how}" for how in HOWS)}
+    ours = {"zero_ref", "zero_ref, best", TO_OWNERS, *(f"{TO_OWNERS}, {how}" for how in HOWS)}
     ours |= {OWN_HOOKS, f"{OWN_HOOKS}, even", SHARES, OWN_HOOKS_BEST}
     taking_part = {name for name in of_suite[suite].taken if not name.startswith("limit: ")}
     assert taking_part == peers | ours | ({"fsdp2"} if suite == "iteration" else set())
@@ -94,7 +94,7 @@ def test_all_come_to_the_same_parameters(suite: str, of_suite: dict[str, SuiteRe
     apart = {name: one.figures["apart"] for name, one in of_suite[suite].taken.items() if one.figures}
     assert set(apart) == {name for name in of_suite[suite].taken if not name.startswith("limit: ")}
     if of_suite[suite].ranks == 2:  # the sum of two gradients is the same in either order
-        not_fused = {"torch", "fairscale", "ddp"}
+        not_fused = {"torch", "fairscale", "ddp", "zero_ref"}
         assert {name for name, distance in apart.items() if distance} <= not_fused
 
 

@@ -408,7 +408,8 @@ CHANGED = {
          {"            self.free()\n            for tensor in": "            for tensor in"},
          r"in the forward of block \d rank 0 holds .* Free a block after its forward"),
         ("not_gathered_for_backward",
-         {"        self.in_backward = True\n        self.gather()\n": "        self.in_backward = True\n"},
+         {"() >= 0\n        self.gather()\n":
+              "() >= 0\n        if not self.in_backward:\n            self.gather()\n"},
          r"the backward of block 5 finds its parameters freed.* gather again in a hook of the output"),
         ("steps_a_copy", {"torch.nn.Parameter(part)": "torch.nn.Parameter(part.clone())"},
          "values from before step 1. Gather the share that self.local steps, not a copy"),

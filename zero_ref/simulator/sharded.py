@@ -167,8 +167,12 @@ class ZeroWithoutDDP(Strategy):
         of_rank = [0] * owned.world_size
         for plan in self._plans:
             itemsize = itemsize_of(params[next(iter(plan.starts))].dtype)
-            if plan.is_shared:
-                of_rank = [held + plan.numel // owned.world_size * itemsize for held in of_rank]
+            if plan.is_shared:  # a rank whose share is only padding keeps none
+                share = plan.numel // owned.world_size
+                end = max(start + params[number].numel for number, start in plan.starts.items())
+                of_rank = [
+                    held + share * itemsize * (rank * share < end) for rank, held in enumerate(of_rank)
+                ]
             else:
                 of_rank = [held + plan.own_numel(rank) * itemsize for rank, held in enumerate(of_rank)]
         amounts = [
