@@ -66,8 +66,8 @@ def test_gradients_go_to_shares_and_parameters_come_out_of_them() -> None:
     assert (step.numel, step.shares, step.tensors) == (350, ((0, 242), (1, 108)), 2)
     assert plan.state_bytes == (8 * 242 + 2 * 4, 8 * 108 + 4)
     assert plan.gradient_bytes == (4 * 242, 4 * 108)
-    # Rank 1's share of the first range is only padding. It has no gradient of a whole parameter, and so one of
-    # zeros, of the smallest.
+    # Rank 1's share of the first range is only padding. It has no gradient of a whole parameter, so it keeps
+    # one of zeros, of the smallest.
     assert plan.left_gradient_bytes == (256 + 768, 768 + 4 * 50)
     assert plan.parameter_bytes == (2048, 2048)
     assert plan.wire_bytes() == plan.wire_bytes("gloo") == 2 * 2048 + 2 * 8
