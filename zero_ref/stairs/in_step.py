@@ -1,8 +1,8 @@
 """Stage 2 in its shortest form: reduce-scatter, local step, all-gather, all in `step`. Before stair 4 of 6.
 
-It needs no DDP and no hooks, and sends what stage 2 sends. But every rank holds all gradients when backward
-ends, and only then are they sent. `shards.py` adds the hook, which averages a gradient as soon as it is
-complete, while backward goes on, and releases what other ranks own of it.
+It needs no DDP and no hooks, and on NCCL it sends what stage 2 sends. But every rank holds all gradients when
+backward ends, and only then are they sent. `shards.py` adds the hook, which averages a gradient as soon as it
+is complete, while backward goes on, and releases what other ranks own of it.
 """
 
 from __future__ import annotations
