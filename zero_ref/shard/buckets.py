@@ -267,8 +267,9 @@ def joined(messages: Iterable[Message], buffer_size: int) -> list[Message | Parc
 
     def kind(number: int) -> object:
         owner, tensor, *_ = listed[number]
-        # Copies of other classes of tensors may do more than copy, so these travel alone.
-        return (owner, tensor.dtype, tensor.device) if type(tensor) is torch.Tensor else number
+        # A copy of tensors that wrap others may do more than copy, so these travel alone.
+        is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+        return number if is_wrapper else (owner, tensor.dtype, tensor.device)
 
     sizes = [(kind(number), message.tensor.numel()) for number, message in enumerate(listed)]
     return [
