@@ -146,10 +146,10 @@ def one_rank_sends_in_another_order() -> Patch:
 def one_rank_makes_a_call_more() -> Patch:
     real = ZeroRedundancyOptimizer.begin_update
 
-    def begin(self: Any) -> None:
+    def begin(self: Any, *args: Any) -> None:
         if self.rank == 0:
             self.collectives.all_reduce(torch.zeros(1, device=device.DEVICE))
-        real(self)
+        real(self, *args)
 
     return does(ZeroRedundancyOptimizer, "begin_update", begin)
 
