@@ -1,7 +1,7 @@
 """Parameters in shares as well, gathered block by block, which is ZeRO stage 3: stair 6 of 6.
 
-In `shards.py` every rank has all parameters. Here it keeps 1/N of each block, which gathers the whole before
-its forward and again before its backward, and frees it after each. Its gradients are reduced to shares.
+In `shards.py` every rank has all parameters. Here it keeps 1/N of each block. A block is gathered before its
+forward and again before its backward, and freed after each. Its gradients are reduced to shares.
 
 All stages are one program, which keeps each of three things whole on every rank, or cut:
 
@@ -56,7 +56,7 @@ class Block:
         self.gather()
 
     @torch.no_grad()
-    def gather(self, *_: Any) -> None:
+    def gather(self) -> None:
         """Give the parameters their values, unless they have them.
 
         Collective: all ranks. Cost: each receives the (N-1)/N of the block that it does not own.
