@@ -48,12 +48,14 @@ class Source:
     """The place where runs were published.
 
     Args:
+        kind: of the programs, one of `spread.KINDS`, by what the source says of them.
         read: which part, and what had to be looked up elsewhere.
         commit: of the repository, where it has one.
     """
 
     title: str
     url: str
+    kind: str
     read: str
     commit: str | None = None
 
@@ -110,6 +112,7 @@ class Run:
     Args:
         id: a name of its own.
         source: the key of its source.
+        kind: of the program, one of `spread.KINDS`: the source's, unless the run says another.
         use: "test", or "fit time", "fit memory" or "fit" where constants of the simulator may be fitted to
             the time of the run, to its memory, or to both.
         model, cluster: keys in the same file or in that of shared ones, or names of `models.MODELS` and of
@@ -131,6 +134,7 @@ class Run:
 
     id: str
     source: str
+    kind: str
     use: str
     model: str
     cluster: str
@@ -232,7 +236,7 @@ def published() -> Published:
         name: Machines(**one) for file in files.values() for name, one in file.get("clusters", {}).items()
     }
     sources = {key: file for key, file in files.items() if key != SHARED}
-    runs = tuple(_run(key, written) for key, file in sources.items() for written in file["runs"])
+    runs = tuple(_run(key, file["source"], run) for key, file in sources.items() for run in file["runs"])
     presets = {run.model for run in runs} - models.keys()
     return Published(
         {key: Source(**file["source"]) for key, file in sources.items()},
@@ -252,9 +256,10 @@ def _model(size: Mapping[str, Any]) -> Transformer:
     return FAMILIES[size["family"]](**sizes)
 
 
-def _run(source: str, written: Mapping[str, Any]) -> Run:
-    """Make a run, whose options stand beside its other fields."""
+def _run(key: str, source: Mapping[str, Any], written: Mapping[str, Any]) -> Run:
+    """Make a run of the source with this key. A run's options stand beside its other fields."""
     known = {each.name for each in fields(Run)}
     options = {name: value for name, value in written.items() if name not in known}
     own = {name: value for name, value in written.items() if name in known}
-    return Run(**{"use": use_of(source), **own, "source": source, "options": options})
+    usual = {"use": use_of(key), "kind": source["kind"]}
+    return Run(**{**usual, **own, "source": key, "options": options})

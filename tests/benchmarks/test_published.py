@@ -13,6 +13,7 @@ import pytest
 from benchmarks.published import PLACE, SHARED, operations_of_token, published
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.recipe import RECIPES
+from zero_ref.simulator.spread import KINDS
 from zero_ref_course import scale
 
 RUNS = published().runs
@@ -69,6 +70,18 @@ def test_every_source_can_be_found_again() -> None:
         if "/blob/" in source.url or "/tree/" in source.url:
             assert source.commit is not None, name
             assert source.commit in source.url, name
+
+
+def test_a_program_is_of_the_first_kind_that_its_source_says_of_it() -> None:
+    """Kinds were fixed before errors were summed up by kind."""
+    assert {run.kind for run in RUNS} == set(KINDS)
+    of_source = {name: {run.kind for run in RUNS if run.source == name} for name in published().sources}
+    assert of_source["llmq"] == of_source["llm.c"] == {"hand-written"}
+    assert of_source["nemo"] == {"vendor"}
+    # DDP beside DeepSpeed is PyTorch's, and an eager run beside compiled ones is not compiled.
+    assert of_source["deepspeed-autotuning"] == {"deepspeed", "pytorch"}
+    assert {run.id for run in RUNS if run.source == "kempner" and run.kind == "pytorch"} == {"kempner-13b-8"}
+    assert all(run.options.get("compiled") for run in RUNS if run.kind == "compiled")
 
 
 def test_one_source_is_for_fitting_times_and_one_for_fitting_memory() -> None:

@@ -17,6 +17,15 @@ from zero_ref.simulator.cluster import Cluster
 SHARE = 0.8
 """The share of the figures of one more source that an interval is meant to hold."""
 
+KINDS = {
+    "deepspeed": "DeepSpeed's engine, whatever the kernels are",
+    "hand-written": "kernels of the blocks, forward and backward, that the program's authors wrote",
+    "vendor": "Megatron-LM, Transformer Engine, and programs that are built on them",
+    "compiled": "PyTorch, and torch.compile takes the whole model at once",
+    "pytorch": "PyTorch, eager or with compiled blocks, with kernels of libraries among the operations",
+}
+"""The kinds of programs. A program is of the first of them that its source says of it."""
+
 
 @dataclass(frozen=True)
 class Spread:
