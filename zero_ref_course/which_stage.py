@@ -27,8 +27,12 @@ from zero_ref.simulator.which import (
     HIDES,
     IN_NODE,
     LEAST,
+    LITTLE,
     PASSES,
+    SEVERAL,
     SHORT,
+    SHORT_BLOCK_MS,
+    SMALL,
     STAGE_2,
     TREE,
     WHOLE,
@@ -183,7 +187,7 @@ def _check_calls(where: str, ops: Sequence[str], given: _Given, size: int) -> No
 
 # --------------------------------------------------------------------------------- 9.2 the tree by hand
 
-WAYS = ("DDP", "stage 2, no_sync", "stage 3", "hybrid", "stage 2", "beyond ZeRO")
+WAYS = ("DDP", "stage 1", "stage 2", "stage 2, no_sync", "stage 3", "hybrid", "beyond ZeRO")
 
 
 class Case(NamedTuple):
@@ -191,9 +195,11 @@ class Case(NamedTuple):
 
     Args:
         numel: parameters, in 16 bits beside 32-bit masters of AdamW.
+        blocks: L, how many blocks have them, in equal parts.
         ranks: of all nodes together.
         ranks_of_node: of one node.
-        room_gb: 10^9 bytes of a device for tensors.
+        device_gb: 10^9 bytes of a device.
+        room_gb: those of them that tensors may take.
         activations_gb: 10^9 bytes of all that no stage divides: activations, gathered blocks, libraries.
         tokens: of one pass, on each rank.
         passes: of an update.
@@ -204,8 +210,10 @@ class Case(NamedTuple):
     """
 
     numel: float
+    blocks: int
     ranks: int
     ranks_of_node: int
+    device_gb: float
     room_gb: float
     activations_gb: float
     tokens: int
@@ -216,20 +224,33 @@ class Case(NamedTuple):
     memory_gb_per_s: float
 
 
-H100 = Case(8e9, 64, 8, 70, 12, 8192, 1, 380, 298, 358, 2850)
-A100 = Case(8e9, 64, 8, 70, 12, 2048, 1, 176, 38.5, 234, 1733)
+H100 = Case(8e9, 32, 64, 8, 85.5, 70, 12, 8192, 1, 380, 298, 358, 2850)
+A100 = Case(8e9, 32, 64, 8, 85.9, 70, 12, 2048, 1, 176, 38.5, 234, 1733)
+SMALLER = H100._replace(numel=0.4e9, blocks=24, tokens=16384)
 CASES = [
     H100,
-    H100._replace(numel=1.5e9, tokens=16384),
-    H100._replace(numel=1.5e9, tokens=4096),
+    SMALLER,
+    SMALLER._replace(tokens=10_000),
+    SMALLER._replace(tokens=4096),
+    # An update of several short passes is long enough.
+    SMALLER._replace(tokens=2048, passes=8),
+    # Below a tenth with 16 bytes a parameter, and above with 18.
+    SMALLER._replace(numel=0.5e9),
+    H100._replace(numel=1.5e9, blocks=48, tokens=16384),
+    H100._replace(numel=1.5e9, blocks=48, tokens=4096),
+    H100._replace(numel=1.5e9, blocks=48, tokens=4096, passes=4),
+    H100._replace(numel=10e9, blocks=400, tokens=4096),
+    H100._replace(numel=8e9, blocks=400, tokens=4096, ranks=512),
     H100._replace(passes=8, tokens=4096),
     H100._replace(numel=16e9, passes=8),
+    H100._replace(numel=40e9, passes=8),
     H100._replace(numel=70e9, ranks=8),
     A100,
     A100._replace(ranks=8, gb_per_s=234),
     A100._replace(passes=8),
+    A100._replace(passes=8, tokens=3000),
     A100._replace(numel=1.5e9, tokens=512),
-    A100._replace(numel=1.5e9, ranks=60),
+    A100._replace(numel=1.5e9, blocks=48),
     A100._replace(ranks=60),
     A100._replace(ranks=60, numel=35e9),
     # Between C/W and C/W (N-1)/N; between what all ranks need and what a node needs.
@@ -238,22 +259,24 @@ CASES = [
     A100._replace(tokens=700),
     A100._replace(numel=25e9),
     A100._replace(numel=35e9),
-    # An update of several short passes is long enough.
-    H100._replace(numel=1.5e9, tokens=2048, passes=8),
-    # With 16 bytes a parameter it would fit, and DDP's buckets take 2 more.
-    H100._replace(numel=3.4e9, tokens=16384),
+    # Two nodes are few, and four are not.
+    A100._replace(ranks=16, tokens=512),
+    A100._replace(ranks=32, tokens=512, gb_per_s=39.5),
     # The shares of the gradients are there beside the whole ones.
-    H100._replace(numel=5.4e9, ranks=2, ranks_of_node=2, passes=4),
-    # A room that is filled to the last byte; between 15 and 16 bytes a parameter; between 18 and 19.
+    A100._replace(numel=5.4e9, ranks=2, ranks_of_node=2, passes=4, tokens=1000),
+    # A room that is filled to the last byte; between 15 and 16 bytes a parameter.
     H100._replace(numel=10e9, ranks=8, activations_gb=10, room_gb=30),
     H100._replace(numel=10e9, ranks=8, activations_gb=10, room_gb=29.5),
-    H100._replace(numel=1e9, activations_gb=10, room_gb=28.5, tokens=16384),
+    SMALLER._replace(gb_per_s=10),
+    SMALLER._replace(gb_per_s=10, tokens=10_000),
+    SMALLER._replace(gb_per_s=10, tokens=2048, passes=2),
+    SMALLER._replace(gb_per_s=10, tokens=10_000, passes=2),
 ]
 
 
 @exercise("which_stage.advise")
 def advise(answer: Answer) -> str:
-    """Check the advice of the tree, from eleven numbers."""
+    """Check the advice of the tree, from thirteen numbers."""
     form = Form(lambda value: value in WAYS, f"It must return one of {', '.join(map(repr, WAYS))}.")
     cases = CASES + answer.drawn(_drawn_case, 40)
     for case in cases:
@@ -272,7 +295,8 @@ def advise(answer: Answer) -> str:
 def _drawn_case(rng: random.Random) -> Case:
     like = rng.choice((H100, A100))
     return like._replace(
-        numel=rng.choice((0.4e9, 1.5e9, 3e9, 8e9, 13e9, 30e9, 70e9)) * rng.uniform(0.9, 1.1),
+        numel=rng.choice((0.2e9, 0.4e9, 1.5e9, 8e9, 13e9, 30e9, 70e9)) * rng.uniform(0.9, 1.1),
+        blocks=rng.choice((12, 24, 48, 80)),
         ranks=rng.choice((4, 8, 12, 16, 64, 256)),
         activations_gb=round(rng.uniform(4, 30), 1),
         tokens=rng.choice((256, 512, 1024, 2048, 4096, 16384)),
@@ -283,13 +307,16 @@ def _drawn_case(rng: random.Random) -> Case:
 
 def bytes_of(case: Case) -> dict[str, float]:
     """The 10^9 bytes that a rank needs, by the question of the tree that asks whether they fit."""
-    psi = case.numel / 1e9
+    psi, stage_2 = case.numel / 1e9, 2 + 14 / case.ranks
     each = {
         LEAST: 16 / case.ranks,
+        SMALL: 18.0,
+        SEVERAL: stage_2,
+        SHORT: 6 + 12 / case.ranks,
+        IN_NODE: 16 / case.ranks_of_node,
         WHOLE: 18.0,
         PASSES: 4 + 14 / case.ranks,
-        IN_NODE: 16 / case.ranks_of_node,
-        STAGE_2: 2 + 14 / case.ranks,
+        STAGE_2: stage_2,
     }
     return {question: psi * factor + case.activations_gb for question, factor in each.items()}
 
@@ -302,24 +329,52 @@ def answers_of(case: Case) -> dict[str, bool]:
     'stage 3'
     """
     fits = {question: needed < case.room_gb for question, needed in bytes_of(case).items()}
-    several = case.ranks > case.ranks_of_node and case.ranks % case.ranks_of_node == 0
-    in_node = tokens_to_hide(case.tflops, case.gb_per_s_in_node, case.ranks_of_node)
-    of_update = tokens_for_short_update(case.tflops, case.memory_gb_per_s)
+    needed, several = _tokens_of_all(case), case.passes > 1
+    is_short = _block_ms(case) < SHORT_BLOCK_MS
+    is_long_update = case.tokens * case.passes > _tokens_of_update(case)
+    little = 18 * case.numel / 1e9 < LITTLE * case.device_gb and (is_long_update or is_short)
+    inside = _has_few_nodes(case) or (case.tokens > _tokens_of_node(case) and not is_short)
     return {
         LEAST: fits[LEAST],
-        SHORT: fits[WHOLE] and case.tokens * case.passes > of_update,
-        PASSES: case.passes > 1 and fits[PASSES],
-        HIDES: case.tokens > tokens_to_hide(case.tflops, case.gb_per_s, case.ranks),
-        IN_NODE: several and fits[IN_NODE] and case.tokens > in_node,
-        WHOLE: fits[WHOLE],
+        HIDES: case.tokens > needed,
+        SMALL: fits[SMALL] and little,
+        SEVERAL: fits[SEVERAL] and several,
+        SHORT: fits[SHORT] and is_short,
+        IN_NODE: fits[IN_NODE] and _fills_nodes(case) and not several and inside,
+        WHOLE: fits[WHOLE] and (little or (is_short and not several)),
+        PASSES: fits[PASSES] and several and case.tokens < needed / 2,
         STAGE_2: fits[STAGE_2],
     }
 
 
+def _tokens_of_all(case: Case) -> float:
+    return tokens_to_hide(case.tflops, case.gb_per_s, case.ranks)
+
+
+def _tokens_of_node(case: Case) -> float:
+    return tokens_to_hide(case.tflops, case.gb_per_s_in_node, case.ranks_of_node)
+
+
+def _tokens_of_update(case: Case) -> float:
+    return tokens_for_short_update(case.tflops, case.memory_gb_per_s)
+
+
+def _block_ms(case: Case) -> float:
+    return 2 * case.numel * case.tokens / case.blocks / (1e9 * case.tflops)
+
+
+def _fills_nodes(case: Case) -> bool:
+    return case.ranks > case.ranks_of_node and case.ranks % case.ranks_of_node == 0
+
+
+def _has_few_nodes(case: Case) -> bool:
+    return case.ranks / case.ranks_of_node < 2 / 3 * case.gb_per_s_in_node / case.gb_per_s
+
+
 def _where_they_part(theirs: str, case: Case, path: Sequence[bool]) -> str:
-    """The first question that leads the answer elsewhere, with its numbers."""
+    """The last question on the way to the right advice before one that leads to theirs, with its numbers."""
     parted = [_shared_length(way, path) for way in _ways_to(theirs, TREE)]
-    node = nodes_on(TREE, path)[min(parted)]
+    node = nodes_on(TREE, path)[max(parted)]
     assert isinstance(node, Question)
     found = answers_of(case)[node.text]
     return f"{node.text} {'Yes' if found else 'No'}: {_numbers_of(node.text, case)}."
@@ -340,21 +395,29 @@ def _shared_length(way: Sequence[bool], path: Sequence[bool]) -> int:
 def _numbers_of(question: str, case: Case) -> str:
     needed = bytes_of(case)
     gb = {one: f"{value:,.1f} GB of {case.room_gb:g}" for one, value in needed.items()}
-    if question == SHORT:
-        of_update = tokens_for_short_update(case.tflops, case.memory_gb_per_s)
-        return f"{gb[WHOLE]}; {case.tokens * case.passes:,} tokens of an update, and {of_update:,.0f} needed"
-    if question == PASSES:
-        return f"{case.passes} pass{'es' * (case.passes > 1)}; {gb[PASSES]}"
-    if question == HIDES:
+    passes = f"{case.passes} pass{'es' * (case.passes > 1)}"
+    block = f"{_block_ms(case):.2f} ms a block"
+    if question in (SMALL, WHOLE):
         return (
-            f"{case.tokens:,} tokens of a pass, and "
-            f"{tokens_to_hide(case.tflops, case.gb_per_s, case.ranks):,.0f} needed"
+            f"{gb[question]} for tensors; 18 Ψ are {18 * case.numel / 1e9:,.1f} GB, a tenth of the device is "
+            f"{case.device_gb / 10:,.1f}; {case.tokens * case.passes:,} tokens of an update, and "
+            f"{_tokens_of_update(case):,.0f} needed; {passes}; {block}"
         )
+    if question in (SEVERAL, SHORT):
+        return f"{passes if question == SEVERAL else block}; {gb[question]}"
+    if question == PASSES:
+        half = _tokens_of_all(case) / 2
+        return f"{passes}; {case.tokens:,} tokens of one, and {half:,.0f} are the half; {gb[PASSES]}"
+    if question == HIDES:
+        return f"{case.tokens:,} tokens of a pass, and {_tokens_of_all(case):,.0f} needed"
     if question == IN_NODE:
-        if case.ranks <= case.ranks_of_node or case.ranks % case.ranks_of_node:
+        if not _fills_nodes(case):
             return f"{case.ranks} ranks do not fill several nodes of {case.ranks_of_node}"
-        in_node = tokens_to_hide(case.tflops, case.gb_per_s_in_node, case.ranks_of_node)
-        return f"{case.tokens:,} tokens of a pass, and {in_node:,.0f} needed; {gb[IN_NODE]}"
+        few = 2 / 3 * case.gb_per_s_in_node / case.gb_per_s
+        return (
+            f"{passes}; {gb[IN_NODE]}; {case.ranks // case.ranks_of_node} nodes, few are below {few:.1f}; "
+            f"{case.tokens:,} tokens, and {_tokens_of_node(case):,.0f} needed inside; {block}"
+        )
     return gb[question]
 
 

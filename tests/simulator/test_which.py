@@ -15,14 +15,18 @@ from zero_ref.simulator.models import MODELS, TRANSFORMERS
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import recipe
-from zero_ref.simulator.scenario import Scenario
+from zero_ref.simulator.scenario import Scenario, SimulatedRun
 from zero_ref.simulator.schedule import schedule
 from zero_ref.simulator.tree import Advice, Node, Question, nodes_on
 from zero_ref.simulator.which import (
     ALIKE,
     BEYOND,
     HIDES,
+    IN_NODE,
+    LITTLE,
+    SHORT_BLOCK_MS,
     TREE,
+    Compared,
     compared,
     tokens_for_short_update,
     tokens_to_hide,
@@ -97,7 +101,7 @@ def nodes(node: Node) -> Iterator[Node]:
 def test_each_advice_is_a_way_that_there_is() -> None:
     several = Scenario(MODELS["gpt2"], cluster("h100-ib"), 16, accumulation=2)
     advised = {node.name for node in nodes(TREE) if isinstance(node, Advice)}
-    assert advised == {"DDP", "stage 2", "stage 2, no_sync", "stage 3", "hybrid", BEYOND}
+    assert advised == {"DDP", "stage 1", "stage 2", "stage 2, no_sync", "stage 3", "hybrid", BEYOND}
     assert advised <= {*ways_of(several), BEYOND}
 
 
@@ -106,17 +110,29 @@ def test_the_tree_of_a_model_says_what_decided() -> None:
     *asked, advice = nodes_on(found.tree, found.path)
     assert [node.answered for node in asked if isinstance(node, Question)] == [
         "stage 3: 24.5 of 85.5 GB",
-        "195.4 of 85.5 GB; dividing the step saves 7%",
-        "4 passes; 53.7 of 85.5 GB",
+        "2,048 tokens, 1,207 needed",
+        "195.4 of 85.5 GB; dividing the step saves 7%, 2.8 ms a block",
+        "4 passes; 36.3 of 85.5 GB",
     ]
     assert advice == found.advice
-    assert "stage 2, no_sync" in found.advice.name
+    assert advice.name == "stage 2"
+
+
+def test_where_the_network_is_slow_the_tree_says_when_nodes_are_few() -> None:
+    found = compared(Scenario(MODELS["gpt2"], cluster("rtx4090-10gbe"), 8, sequence=1024))
+    (inside,) = (
+        node
+        for node in nodes_on(found.tree, found.path)
+        if isinstance(node, Question) and node.text == IN_NODE
+    )
+    assert found.advice.name == "hybrid"
+    assert "2 nodes, few are below 8.8" in inside.answered
 
 
 def test_where_nothing_overlaps_nothing_hides() -> None:
     laptop = compared(Scenario(MODELS["gpt2"], cluster("loopback"), 4, sequence=128))
     assert laptop.tokens_needed == math.inf
-    assert laptop.advice.name == "DDP"
+    assert laptop.advice.name == "stage 2"
     assert laptop.found[HIDES] is False
     assert set(laptop.fitting) == set(laptop.runs)  # its memory is not known
 
@@ -126,60 +142,78 @@ def test_where_nothing_overlaps_nothing_hides() -> None:
 Case = tuple[str, str, int, int, int]
 """Model, cluster, ranks, batch, accumulation."""
 
+CLUSTERS_OF_CASES = ("h100-ib", "a100-ethernet", "rtx4090-10gbe")
+BATCHES = ((1, 1), (4, 1), (16, 1), (1, 8), (4, 8))
+
 DIFFERS: dict[Case, float] = {
-    # Stage 2 makes a call for each range of parameters, which stage 1 does not.
-    ("llama3-8b", "h100-ib", 512, 1, 8): 0.06,
-    # Latency: every share passes 64 nodes, or every range 512 ranks, in small messages.
-    ("gpt2", "a100-ethernet", 64, 1, 1): 0.08,
-    ("gpt2", "a100-ethernet", 512, 1, 1): 0.23,
-    ("gpt2-xl", "a100-ethernet", 512, 1, 1): 0.11,
-    ("gpt2", "rtx4090-10gbe", 512, 4, 1): 0.14,
-    ("gpt2-xl", "rtx4090-10gbe", 512, 1, 1): 0.11,
-    ("gpt2-xl", "rtx4090-10gbe", 512, 4, 8): 0.05,
-    # Few nodes on a slow network: a ring's bytes cross it almost twice, those of two replicas once.
-    ("gpt2", "rtx4090-10gbe", 8, 1, 1): 0.54,
-    ("gpt2", "rtx4090-10gbe", 8, 1, 8): 0.16,
-    ("gpt2", "rtx4090-10gbe", 8, 4, 1): 0.52,
-    ("gpt2", "rtx4090-10gbe", 8, 4, 8): 0.13,
-    ("gpt2", "rtx4090-10gbe", 8, 16, 1): 0.27,
-    ("gpt2-xl", "rtx4090-10gbe", 8, 1, 1): 0.52,
-    ("gpt2-xl", "rtx4090-10gbe", 8, 1, 8): 0.16,
+    # Two workstations on a slow network, and several passes: the hybrid under no_sync, which is not advised.
     ("gpt2-xl", "rtx4090-10gbe", 8, 4, 8): 0.2,
-    ("gpt2", "rtx4090-10gbe", 16, 1, 1): 0.15,
-    ("gpt2", "rtx4090-10gbe", 16, 16, 1): 0.07,
-    ("gpt2-xl", "rtx4090-10gbe", 16, 1, 1): 0.14,
-    ("gpt2-xl", "rtx4090-10gbe", 16, 4, 8): 0.06,
 }
-"""The cases in which the tree's advice takes more than ALIKE longer than the fastest way, and by how much."""
+"""The cases whose pass is not short and in which the advice takes more than ALIKE longer than the fastest
+way, and by how much."""
 
 
-def cases(models: tuple[str, ...], ranks: tuple[int, ...]) -> Iterator[Case]:
-    batches = (1, 1), (4, 1), (16, 1), (1, 8), (4, 8)
-    for model, name, n, (batch, accumulation) in itertools.product(
-        models, ("h100-ib", "a100-ethernet", "rtx4090-10gbe"), ranks, batches
-    ):
-        yield model, name, n, batch, accumulation
+def cases(models: tuple[str, ...], ranks: tuple[int, ...]) -> list[Case]:
+    every = itertools.product(models, CLUSTERS_OF_CASES, ranks, BATCHES)
+    return [(model, name, n, *batches) for model, name, n, batches in every]
 
 
-def behind(case: Case) -> float | None:
+def compared_in(case: Case) -> Compared:
     model, name, n, batch, accumulation = case
-    scenario = Scenario(
-        TRANSFORMERS[model], CLUSTERS[name], n, batch, min(2048, TRANSFORMERS[model].positions),
-        accumulation=accumulation, checkpointing="full",
+    return compared(
+        Scenario(
+            TRANSFORMERS[model], CLUSTERS[name], n, batch, min(2048, TRANSFORMERS[model].positions),
+            accumulation=accumulation, checkpointing="full",
+        )
     )  # fmt: skip
-    return compared(scenario).behind
 
 
-def assert_as_listed(some: list[Case]) -> None:
-    found = {case: behind(case) for case in some}
-    off = {case: round(by, 2) for case, by in found.items() if by is not None and by > ALIKE}
-    assert off == {case: by for case, by in DIFFERS.items() if case in found}
+def dominating(found: Compared) -> dict[str, SimulatedRun]:
+    """The ways that surely fit, are no slower than the advised one, to a hundredth, and need a tenth less."""
+    if found.fastest is None:
+        return {}
+    advised = found.runs[found.advice.name]
+    return {
+        name: found.runs[name]
+        for name in found.fitting
+        if found.runs[name].iteration_ms <= 1.01 * advised.iteration_ms
+        and found.runs[name].peak_bytes <= 0.9 * advised.peak_bytes
+    }
 
 
-def test_the_tree_is_within_a_twentieth_of_the_fastest_but_where_it_is_listed() -> None:
-    assert_as_listed([case for case in cases(("gpt2-xl",), (8, 64)) if case[3:] in ((1, 1), (4, 8))])
+def assert_of(some: list[Case]) -> None:
+    """No advice is dominated, and none is far behind but where it is listed.
+
+    Left out are short passes, for which the simulator counts too little, and DDP where all that another way
+    frees is less than LITTLE of the device's memory: there the simplest way is advised.
+    """
+    off: dict[Case, float] = {}
+    for case in some:
+        found = compared_in(case)
+        if found.behind is None or found.block_ms < SHORT_BLOCK_MS:
+            assert found.advice.name in ("DDP", "stage 1", "stage 2", "stage 2, no_sync", "hybrid", BEYOND)
+            continue
+        if found.freed_by_dividing > LITTLE:
+            assert not dominating(found), f"{case}: {found.advice.name}"
+        if found.behind > ALIKE:
+            off[case] = round(found.behind, 2)
+    assert off == {case: by for case, by in DIFFERS.items() if case in some}
 
 
-@pytest.mark.thorough
-def test_so_it_is_for_more_models_and_ranks() -> None:
-    assert_as_listed(list(cases(("gpt2", "gpt2-xl", "llama3-8b", "llama3-70b"), (2, 8, 16, 64, 512))))
+def test_no_other_way_is_as_fast_with_less_memory_or_much_faster() -> None:
+    assert_of([case for case in cases(("gpt2-xl", "llama3-8b"), (8, 64)) if case[3:] in ((1, 1), (4, 8))])
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_the_smallest_gpt_2_is_trained_in_the_simplest_way(ranks: int, batch: int) -> None:
+    assert compared_in(("gpt2", "h100-ib", ranks, batch, 1)).advice.name == "DDP"
+
+
+def test_several_passes_that_hide_are_reduced_one_by_one() -> None:
+    # To keep gradients whole there takes no less time, and a third more memory.
+    found = compared_in(("llama3-8b", "h100-ib", 8, 2, 8))
+    assert found.advice.name == "stage 2"
+    advised, whole = (found.runs[name] for name in ("stage 2", "stage 2, no_sync"))
+    assert whole.iteration_ms == pytest.approx(advised.iteration_ms, rel=0.01)
+    assert whole.peak_bytes > 1.3 * advised.peak_bytes

@@ -26,6 +26,17 @@ ALIKE = 0.05
 """Ways whose times differ by this share are taken as equally fast. It is a choice, no measurement: what the
 simulator leaves out, such as computing that a message disturbs, may be as much."""
 
+LITTLE = 0.1
+"""A share of the device's memory that is not worth another way than DDP. It is a choice too."""
+
+SHORT_BLOCK_MS = 1.0
+"""Milliseconds of a block's forward below which the host may not keep pace under stage 3. It is a choice.
+
+`fully_shard` runs Python before and after each block. The simulator does not count this time, which the GPU
+waits for where a block takes less. A user of torch 2.10 measured 1 ms before each module alone
+(https://github.com/pytorch/pytorch/issues/173680).
+"""
+
 # ------------------------------------------------------------------------------------------------- the rules
 
 
@@ -99,43 +110,63 @@ def room_gb(device: Device) -> float:
 BEYOND = "beyond ZeRO"
 
 LEAST = "Does it fit when each rank keeps only its share?"
-SHORT = "Does it fit whole, and is the step short?"
-PASSES = "Has an update several passes, and do whole gradients fit?"
 HIDES = "Does a pass hide what all ranks gather?"
-IN_NODE = "Does a pass hide what a node gathers, and does a node hold all?"
-WHOLE = "Does it fit whole?"
+SMALL = "Does it fit whole, with little to gain by dividing?"
+SEVERAL = "Has an update several passes, and do whole parameters fit?"
+SHORT = "Is the pass short, and does stage 1 fit?"
+IN_NODE = "Is there one pass, and do gathers inside a node pay?"
+PASSES = "Are passes several and very short, and do whole gradients fit?"
 STAGE_2 = "Do whole parameters fit?"
+
+WHOLE = "Does it fit whole, with one short pass or little to gain by dividing?"
+
+_WHOLE = "18 Ψ bytes + activations < room"
+_LITTLE = "18 Ψ < a tenth of the device, and tokens of an update > 89 C/B or the pass short"
+_STAGE_2 = "(2 + 14/N) Ψ bytes + activations < room"
+_IS_SHORT = "2 Ψ t/(L C) < 1 ms, for a block"
 
 TREE = Question(
     LEAST,
-    threshold="16 Ψ/N bytes + two blocks + activations < room",
+    threshold="16 Ψ/N bytes + two blocks and the root + activations < room",
     no=Advice(BEYOND, "More ranks, fewer activations, or another kind of parallelism"),
     yes=Question(
-        SHORT,
-        threshold="18 Ψ bytes + activations < room; tokens of an update > 89 C/B",
-        yes=Advice("DDP", "Dividing the step saves under a twentieth"),
-        no=Question(
-            PASSES,
-            threshold="(4 + 14/N) Ψ bytes + activations < room",
-            yes=Advice("stage 2, no_sync", "One reduction for all passes: 2 Ψ elements sent"),
+        HIDES,
+        threshold="tokens of a pass > C/W · (N−1)/N",
+        yes=Question(
+            SMALL,
+            threshold=f"{_WHOLE}; {_LITTLE}",
+            yes=Advice("DDP", "The simplest way, and dividing saves next to nothing"),
             no=Question(
-                HIDES,
-                threshold="tokens of a pass > C/W · (N−1)/N",
-                yes=Advice("stage 3", "The least memory, and hardly a wait"),
+                SEVERAL,
+                threshold=_STAGE_2,
+                yes=Advice("stage 2", "Reductions hide in backward; one gather an update"),
                 no=Question(
-                    IN_NODE,
-                    threshold="the same for a node's n ranks; 16 Ψ/n bytes + two blocks + activations < room",
-                    yes=Advice("hybrid", "Gathers stay inside; only a share crosses"),
+                    SHORT,
+                    threshold=f"{_IS_SHORT}; (6 + 12/N) Ψ bytes + activations < room",
+                    yes=Advice("stage 1", "One line more than DDP: the step is divided"),
+                    no=Advice("stage 3", "The least memory, and hardly a wait"),
+                ),
+            ),
+        ),
+        no=Question(
+            IN_NODE,
+            threshold="16 Ψ/n bytes + two blocks and the root + activations < room; nodes < 2/3 W inside/W, "
+            "or tokens > C/W · (n−1)/n inside and the pass not short",
+            yes=Advice("hybrid", "Gathers stay inside; only a share crosses"),
+            no=Question(
+                WHOLE,
+                threshold=f"{_WHOLE}; one short pass, or {_LITTLE}",
+                yes=Advice("DDP", "The simplest way, and no way sends fewer bytes"),
+                no=Question(
+                    PASSES,
+                    threshold="tokens of a pass < half of C/W · (N−1)/N; "
+                    "(4 + 14/N) Ψ bytes + activations < room",
+                    yes=Advice("stage 2, no_sync", "One reduction for all passes: 2 Ψ elements sent"),
                     no=Question(
-                        WHOLE,
-                        threshold="18 Ψ bytes + activations < room",
-                        yes=Advice("DDP", "Bytes decide, and no way sends fewer"),
-                        no=Question(
-                            STAGE_2,
-                            threshold="(2 + 14/N) Ψ bytes + activations < room",
-                            yes=Advice("stage 2", "As few bytes as DDP, and less memory"),
-                            no=Advice("stage 3", "It waits for its network: use more tokens"),
-                        ),
+                        STAGE_2,
+                        threshold=_STAGE_2,
+                        yes=Advice("stage 2", "As few bytes as DDP, and less memory"),
+                        no=Advice("stage 3", "It waits for its network: use more tokens"),
                     ),
                 ),
             ),
@@ -144,19 +175,25 @@ TREE = Question(
 )
 """The questions, in the order in which they are asked, each end the name of a way, or BEYOND.
 
-Ψ is the number of parameters, in 16 bits beside 32-bit masters, N the number of ranks. In a second a rank
-makes C operations, receives W bytes from the network, and reads or writes B bytes of its memory. `room_gb` is
-the room. A `Compared` knows whether a way surely fits, and takes that in place of the formulas.
-tests/simulator/test_which.py holds the tree against the simulator, and says where the two differ and by
-how much.
+Ψ is the number of parameters, in 16 bits beside 32-bit masters, N the number of ranks, L that of blocks, t
+the tokens of a pass. In a second a rank makes C operations, receives W bytes from the network, and reads or
+writes B bytes of its memory. `room_gb` is the room. A `Compared` knows how much memory a way needs and
+whether it surely fits, and takes that in place of the formulas.
+
+The lowest stage that fits is taken unless a higher one frees memory at no cost in time. Stage 3 does so where
+one long pass hides its gathers. In several passes it writes the gathered blocks to memory in each. In short
+ones the host may need longer to start the work of a block than the block takes, which is not simulated, so
+there the simplest way is taken.
+tests/simulator/test_which.py holds the tree against the simulator: no other way is as fast with less memory,
+and it says where another way is faster.
 """
 
 
 def way_through(node: Node, found: Mapping[str, bool]) -> tuple[bool, ...]:
     """The answers on the way from a node to an advice, given those to all questions by their text.
 
-    >>> way_through(TREE, {LEAST: True, SHORT: False, PASSES: True})
-    (True, False, True)
+    >>> way_through(TREE, {LEAST: True, HIDES: True, SMALL: True})
+    (True, True, True)
     """
     answers: list[bool] = []
     while isinstance(node, Question):
@@ -236,13 +273,18 @@ class Compared:
     def found(self) -> dict[str, bool]:
         """The answer to each question of TREE, by its text."""
         tokens, fits = self.scenario.tokens_of_pass, set(self.fitting)
+        several, is_short = self.scenario.accumulation > 1, self.block_ms < SHORT_BLOCK_MS
+        inside = self.has_few_nodes or (tokens >= self.tokens_needed_in_node and not is_short)
+        little = self.freed_by_dividing <= LITTLE and (self.saved_by_dividing <= ALIKE or is_short)
         return {
             LEAST: bool(fits),
-            SHORT: "DDP" in fits and self.saved_by_dividing <= ALIKE,
-            PASSES: "stage 2, no_sync" in fits,
             HIDES: "stage 3" in fits and tokens >= self.tokens_needed,
-            IN_NODE: "hybrid" in fits and tokens >= self.tokens_needed_in_node,
-            WHOLE: "DDP" in fits,
+            SMALL: "DDP" in fits and little,
+            SEVERAL: "stage 2" in fits and several,
+            SHORT: "stage 1" in fits and is_short,
+            IN_NODE: "hybrid" in fits and inside and not several,
+            WHOLE: "DDP" in fits and (little or (is_short and not several)),
+            PASSES: "stage 2, no_sync" in fits and tokens < self.tokens_needed / 2,
             STAGE_2: "stage 2" in fits,
         }
 
@@ -264,17 +306,23 @@ class Compared:
         """The quantity that decides each question, in words."""
         passes, tokens = self.scenario.accumulation, f"{self.scenario.tokens_of_pass:,} tokens"
         leanest = min(self.runs, key=lambda name: self.runs[name].peak_bytes)
-        several = f"{passes} passes; {self._memory('stage 2, no_sync')}" if passes > 1 else "one pass"
+        several = f"{passes} passes" if passes > 1 else "one pass"
+        block = f"{self.block_ms:.1f} ms a block"
         in_node = "the ranks do not fill several nodes"
         if "hybrid" in self.runs:
-            in_node = f"{tokens}, {_needed(self.tokens_needed_in_node)}; {self._memory('hybrid')}"
+            nodes = f"{self.scenario.world_size // self.scenario.cluster.ranks_per_node} nodes"
+            in_node = f"{several}; {self._memory('hybrid')}; {nodes}, few are below {self.few_nodes:.1f}; "
+            in_node += f"{tokens}, {_needed(self.tokens_needed_in_node)}; {block}"
+        step = f"dividing the step saves {self.saved_by_dividing:.0%}"
         return {
             LEAST: f"{leanest}: {self._memory(leanest)}",
-            SHORT: f"{self._memory('DDP')}; dividing the step saves {self.saved_by_dividing:.0%}",
-            PASSES: several,
             HIDES: f"{tokens}, {_needed(self.tokens_needed)}",
+            SMALL: f"{self._memory('DDP')}; {step}, {block}",
+            SEVERAL: f"{several}; {self._memory('stage 2')}",
+            SHORT: f"{block}; {self._memory('stage 1')}",
             IN_NODE: in_node,
-            WHOLE: self._memory("DDP"),
+            WHOLE: f"{self._memory('DDP')}; {step}, {several}, {block}",
+            PASSES: f"{several}; {self._memory('stage 2, no_sync')}" if passes > 1 else several,
             STAGE_2: self._memory("stage 2"),
         }
 
@@ -332,12 +380,40 @@ class Compared:
         return self._needed(min(self.scenario.world_size, self.scenario.cluster.ranks_per_node))
 
     @property
+    def few_nodes(self) -> float:
+        """The number of nodes below which the hybrid waits less for a slow network than a ring of all ranks.
+
+        A ring of N ranks takes 4 Ψ (N-1)/N bytes of gradients and new parameters into each node. The hybrid
+        takes those of an all-reduce over m nodes, 4 Ψ (m-1)/m, and moves 6 Ψ (n-1)/n bytes inside. So it
+        waits less if m is below two thirds of the rate inside over the rate of the ring.
+        """
+        ranks, of_node = self.scenario.world_size, self.scenario.cluster.ranks_per_node
+        return 2 / 3 * self._arriving(min(of_node, ranks)) / self._arriving(ranks)
+
+    @property
+    def has_few_nodes(self) -> bool:
+        """Whether the nodes are fewer than `few_nodes`."""
+        return self.scenario.world_size / self.scenario.cluster.ranks_per_node < self.few_nodes
+
+    @property
     def saved_by_dividing(self) -> float:
         """The share of an update's computing that dividing the step among the ranks can save."""
         update_ms = self._computing_ms("step")
         passes_ms = self._computing_ms("forward") + self._computing_ms("backward")
         share = update_ms / (update_ms + self.scenario.accumulation * passes_ms)
         return share * (1 - 1 / self.scenario.world_size)
+
+    @property
+    def freed_by_dividing(self) -> float:
+        """The part of the device's memory that the leanest way needs less than DDP; 0 if it is not known."""
+        least = min(run.peak_bytes for run in self.runs.values())
+        memory_gb = self.scenario.cluster.device.memory_gb
+        return 0.0 if memory_gb is None else (self.runs["DDP"].peak_bytes - least) / (1e9 * memory_gb)
+
+    @property
+    def block_ms(self) -> float:
+        """Milliseconds of the forward of one block, without a network."""
+        return self._computing_ms("forward") / max(1, len(blocks(self.scenario.params)) - 1)
 
     def _needed(self, ranks: int) -> float:
         if ranks == 1:
