@@ -158,6 +158,40 @@ def test_a_configuration_in_place_of_a_preset(capsys: pytest.CaptureFixture[str]
     assert printed["sequence"] == 8192, "not the 131,072 of its context"
 
 
+def test_weights_of_few_bits_can_be_trained_as_if_they_were_of_16(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    words = ["simulate", "--config", str(path), "--ranks", "2", "--sequence", "64"]
+    path.write_text(json.dumps(LLAMA))
+    whole = as_json(capsys, *words)
+    path.write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    assert "--as-16-bit" in refused(capsys, words)
+    printed = as_json(capsys, *words, "--as-16-bit")
+    assert printed == whole
+
+
+def test_a_module_of_ones_own_is_traced_with_its_frozen_parts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "sizes.py").write_text("WIDTH = 8")
+    own = tmp_path / "train.py"
+    own.write_text(
+        "import torch\n"
+        "from sizes import WIDTH\n"
+        "def build():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 16), torch.nn.Linear(16, 3))\n"
+        "    model[0].requires_grad_(False)\n"
+        "    return model, lambda batch, sequence: torch.zeros(batch, WIDTH, dtype=torch.bfloat16)\n"
+    )
+    printed = as_json(capsys, "simulate", "--module", f"{own}:build", "--ranks", "2", "--batch", "4")
+    assert (printed["elements"], printed["trained_elements"]) == (8 * 16 + 16 + 16 * 3 + 3, 16 * 3 + 3)
+    assert printed["sequence"] == 1
+    assert "has no function other" in refused(
+        capsys, ["simulate", "--module", f"{own}:other", "--ranks", "2"]
+    )
+
+
 def test_the_trace_has_rank_0_the_fullest_rank_and_stragglers(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -304,7 +338,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
 @pytest.mark.parametrize(
     ("words", "answers"),
     [
-        (["simulate", "--ranks", "2"], ["one of the arguments --model --config is required"]),
+        (["simulate", "--ranks", "2"], ["one of the arguments --model --config --module is required"]),
         ([*SIMULATE, "--config", "x"], ["--config: not allowed with argument --model"]),
         (["simulate", "--model", "gpt5", "--ranks", "2"], ["gpt5", "gpt2", "llama3-8b"]),
         (["simulate", "--model", "gpt2", "--ranks", "0"], ["--ranks: it must be at least 1, got 0"]),
@@ -388,15 +422,14 @@ def test_a_mistake_ends_with_code_2_and_says_what_is_accepted(
     [
         ("{", "is not JSON"),
         ("[1]", "must hold an object"),
-        ('{"model_type": "llama"}', "hidden_size is missing"),
-        ('{"model_type": "bert"}', "model_type 'bert' is not known; known are 'gpt2', 'llama'"),
+        ('{"model_type": "nobodys"}', "model_type 'nobodys' is not known to transformers 5."),
+        (json.dumps(LLAMA | {"num_hidden_layers": "x"}), "cannot build this llama"),
         (None, "cannot be read"),
-        (json.dumps(LLAMA | {"torch_dtype": {}}), "torch_dtype is {}, which is no name of a dtype"),
         (
             json.dumps(LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
             "quantization_config (quant_method 'gptq', bits 4) says that the weights are quantized",
         ),
-        (json.dumps(LLAMA | {"architectures": ["LlamaForRewardModel"]}), "whose output head is not known"),
+        (json.dumps(LLAMA | {"architectures": ["LlamaForRewardModel"]}), "which is no class of it"),
     ],
 )
 def test_a_configuration_that_says_too_little_is_refused(

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from zero_ref.cli._common import CommandError, Subparsers, need, planning
-from zero_ref.cli.simulate import add_machines, add_model, scenario_of
+from zero_ref.cli.simulate import add_machines, add_model, named_model, scenario_of
 from zero_ref.lab._arguments import add_options, whole
 from zero_ref.lab.searched import as_json, print_found
 from zero_ref.simulator.options import options_of
@@ -41,7 +41,7 @@ def run_search(arguments: argparse.Namespace) -> int:
     """Search, and print; return 1 if nothing fits."""
     if not arguments.json:
         need("rich")  # before the work, not after it
-    named = ["--model", arguments.model] if arguments.model else ["--config", arguments.config]
+    named = named_model(arguments)
     with planning(arguments.ranks):
         try:
             scenario = scenario_of(arguments)

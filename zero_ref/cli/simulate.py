@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from zero_ref.cli._common import CommandError, Subparsers, need, planning, read_input
 from zero_ref.lab._arguments import (
@@ -21,6 +24,7 @@ from zero_ref.lab.commands import MOST_OPERATIONS
 from zero_ref.lab.simulated import MFU_COUNTS, as_json, cluster_named, print_runs
 from zero_ref.lab.simulated_checkpoints import checkpoints_as_json, print_checkpoints, saved_by
 from zero_ref.simulator.cluster import CLUSTERS
+from zero_ref.simulator.configuration import quantized
 from zero_ref.simulator.models import GPT2, MODELS, Architecture, from_config
 from zero_ref.simulator.options import OptionField, from_options, options_of
 from zero_ref.simulator.recipe import LOCAL_SGD, RECIPES
@@ -58,10 +62,28 @@ def register_simulate(subparsers: Subparsers) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """`--model` or `--config`."""
+    """`--model`, `--config` or `--module`."""
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", choices=list(MODELS), metavar="NAME", help=", ".join(MODELS))
     model.add_argument("--config", metavar="FILE", help="a config.json of Hugging Face, in place of --model")
+    model.add_argument(
+        "--module",
+        metavar="FILE.py:NAME",
+        help="a function in a file of yours that returns a torch.nn.Module, in place of --model; or one and "
+        "a function of a batch and a length that makes its inputs. It is traced on the meta device, and "
+        "frozen parameters count as frozen",
+    )
+    parser.add_argument(
+        "--as-16-bit",
+        action="store_true",
+        help="of a --config whose weights are stored in few bits: train them as if they were of 16",
+    )
+
+
+def named_model(arguments: argparse.Namespace) -> list[str]:
+    """The option that names the model, and its value."""
+    given = ((f"--{name}", getattr(arguments, name)) for name in ("model", "config", "module"))
+    return next([option, value] for option, value in given if value)
 
 
 def add_machines(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +144,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             raise CommandError(str(error)) from None
         if arguments.trace:
             _write_trace(arguments.trace, runs)
-        named = arguments.model or arguments.config
+        named = named_model(arguments)[1]
         if arguments.json:
             printed = as_json(named, scenario, runs)
             if arguments.checkpoint:
@@ -157,21 +179,53 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
 
 
 def architecture_of(arguments: argparse.Namespace) -> Architecture:
-    """Return the architecture that `--model` or `--config` names.
+    """Return the architecture that `--model`, `--config` or `--module` names.
 
     Raises:
-        CommandError: the configuration cannot be read, or is of no known model.
+        CommandError: the file cannot be read or run, or its model cannot be built or traced.
     """
     if arguments.model:
         return MODELS[arguments.model]
-    path = arguments.config
+    option, given = named_model(arguments)
+    try:
+        if arguments.module:
+            return _of_own(given, arguments)
+        return _of_config(given, arguments)
+    except ValueError as error:
+        raise CommandError(f"{option} {given}: {error}") from None
+
+
+def _of_own(given: str, arguments: argparse.Namespace) -> Architecture:
+    """Trace a module of the reader's own file."""
+    need("torch")
+    from zero_ref.doctor.files import InFile
+    from zero_ref.lab.built import from_factory
+
+    build = InFile.of(given)
+    sys.path.insert(0, os.path.dirname(os.path.realpath(build.path)))  # it may import its neighbours
+    try:
+        build.loaded()
+    except (OSError, SyntaxError) as error:
+        raise CommandError(f"--module {given} cannot be read: {error}") from None
+    return from_factory(build, arguments.dtype, arguments.sequence)
+
+
+def _of_config(path: str, arguments: argparse.Namespace) -> Architecture:
+    """Trace what transformers builds, or read one of few tables where it is not installed."""
     config = read_input("--config", path)
     if not isinstance(config, dict):
         raise CommandError(f"--config {path} must hold an object with model_type and sizes.")
-    try:
+    if (stored := quantized(config)) and not arguments.as_16_bit:
+        raise ValueError(
+            f"{stored} says that the weights are quantized, and an optimizer such as AdamW cannot update "
+            "quantized weights. Ask for --as-16-bit to simulate that model with all of its parameters "
+            "trained in 16 bits; or take the config.json of the model before it was quantized."
+        )
+    if find_spec("transformers") is None:
         return from_config(config)
-    except ValueError as error:
-        raise CommandError(f"--config {path}: {error}") from None
+    from zero_ref.lab.built import from_config as traced
+
+    return traced(config, arguments.dtype, arguments.sequence)
 
 
 def _write_trace(path: str, runs: Sequence[SimulatedRun]) -> None:

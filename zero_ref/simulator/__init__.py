@@ -10,6 +10,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `architectures`: what the simulator asks of a model, and GPT-2, Llama and an MLP;
 - `rules`: what each block is, as a configuration says; `configuration` reads one, or refuses it;
 - `models`: the parameter shapes of published models by name, or of a module at hand;
+- `traced`: a model whose program `lab.tracing` has run on the meta device, as rules for any batch and length;
 - `lora`: adapters beside frozen weights;
 - `autocast`: what is cast to 16 bits of a model whose parameters are in 32;
 - `activations`: what the forward pass keeps for the backward pass, with and without checkpointing;

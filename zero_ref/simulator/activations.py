@@ -19,6 +19,7 @@ from zero_ref.simulator.autocast import cast_weights, kept_under_autocast
 from zero_ref.simulator.layers import Kept, Layer, Matrix
 from zero_ref.simulator.lora import Lora
 from zero_ref.simulator.norms import NORMS, beside_of_element, kept_beside
+from zero_ref.simulator.traced import Traced, TracedLayer
 
 CHECKPOINTING: dict[str, str] = {
     "none": "nothing is computed again",
@@ -194,7 +195,7 @@ class Activations:
 
 
 def activations(
-    architecture: Transformer,
+    architecture: Transformer | Traced,
     batch: int,
     sequence: int | None = None,
     checkpointing: str = "none",
@@ -254,8 +255,6 @@ def activations(
     check_name("attention", attention, ATTENTION)
     check_name("norms", norms, NORMS)
     sequence = _tokens_of_sequence(architecture, batch, sequence)
-    tokens, layers, width = sequence * batch, architecture.layers, architecture.width
-    outputs, of_stream = outputs_of(architecture), 4 if autocast else itemsize
     options = _BlockOptions(
         sequence,
         batch,
@@ -269,40 +268,116 @@ def activations(
         lora,
     )
 
-    input_of_block, depth = tokens * width * of_stream, architecture.depth
-    wholes = [_kept_bytes(layer, options) for layer in layers]
-    if checkpointing == "selective":
-        ones = [_kept_bytes(layer, options, "scores") for layer in layers]
-    elif checkpointing == "by-operation":
-        ones = [_kept_by_operation(layer, options) for layer in layers]
-    elif checkpointing == "full":
-        ones = [input_of_block] * len(layers)
+    if isinstance(architecture, Traced):
+        blocks, outside = _traced(architecture, options, fused_loss=fused_loss)
     else:
-        ones = wholes
-    blocks = sum(layer.number * one for layer, one in zip(layers, ones))
-    again = max(0, *(whole - one for whole, one in zip(wholes, ones)))
+        blocks = [_tabled(layer, options) for layer in architecture.layers]
+        outside = _outside(architecture, options, fused_loss=fused_loss, loss_itemsize=loss_itemsize)
+    depth = architecture.depth
+    kept = sum(one.number * one.kept_under(checkpointing) for one in blocks)
+    again = max([0, *(one.whole - one.kept_under(checkpointing) for one in blocks)])
     shrunk = depth if checkpointing in ("full", "by-operation") else 0
     if checkpointing == "every-other-block":
         # Of unlike blocks, every other one is on average.
         shrunk = depth // 2
-        blocks -= (blocks - depth * input_of_block) * shrunk // depth
-        again = max(wholes) - input_of_block if shrunk else 0
+        kept -= (kept - sum(one.number * one.input for one in blocks)) * shrunk // max(1, depth)
+        again = max(one.whole - one.input for one in blocks) if shrunk else 0
+    return Activations(
+        kept,
+        head=outside.kept,
+        loss=outside.loss,
+        again=again,
+        gradients=max((one.gradients for one in blocks), default=0),
+        cached=sum(one.number * one.casts for one in blocks) * shrunk // max(1, depth),
+    )
+
+
+class _Outside(NamedTuple):
+    """Bytes of what is outside of the blocks: kept, and more while the loss's backward lasts."""
+
+    kept: int
+    loss: int
+
+
+def _outside(
+    architecture: Transformer, options: _BlockOptions, *, fused_loss: bool, loss_itemsize: int
+) -> _Outside:
+    """Count the last norm, the output head and the loss."""
+    width, layers, outputs = architecture.width, architecture.layers, outputs_of(architecture)
     dropout = any(layer.kind.dropout for layer in layers)
     # A norm's input, and its result where the head is trained; a mask of the embedding's, or a statistic.
-    of_norm = width * (of_stream + itemsize * (lora is None)) + (width if dropout else 4)
+    of_norm = width * (options.of_stream + options.itemsize * (options.lora is None))
+    of_norm += width if dropout else 4
     if not all(layer.layer_norms for layer in layers):  # the last norm is in no block, and not compiled
-        of_norm += width * beside_of_element(norms, of_stream)
-    of_logit, in_loss = (itemsize, itemsize) if fused_loss else (loss_itemsize, 2 * loss_itemsize)
+        of_norm += width * beside_of_element(options.norms, options.of_stream)
+    of_logit, in_loss = (options.itemsize,) * 2 if fused_loss else (loss_itemsize, 2 * loss_itemsize)
+    kept = options.tokens * (of_norm + of_logit * outputs) + options.casts(width * outputs)
+    return _Outside(kept, options.tokens * in_loss * outputs)
+
+
+class _Block(NamedTuple):
+    """Bytes of one kind of block, of which a model has `number`.
+
+    Args:
+        whole: kept, if nothing is computed again.
+        without_scores, by_operation: kept under these kinds of checkpointing.
+        input: of its input.
+        gradients: of activations, in its backward.
+        casts: of its weights' cast copies.
+    """
+
+    number: int
+    whole: int
+    without_scores: int
+    by_operation: int
+    input: int
+    gradients: int
+    casts: int = 0
+
+    def kept_under(self, checkpointing: str) -> int:
+        """Bytes that are kept; of every other block, of those that keep everything."""
+        return {"selective": self.without_scores, "by-operation": self.by_operation, "full": self.input}.get(
+            checkpointing, self.whole
+        )
+
+
+def _tabled(layer: Layer, options: _BlockOptions) -> _Block:
+    """Count a block whose layers are spelled out."""
     # Of experts that not all tokens go to, gradients of all rows, brought there and back.
-    inside = max((1 + layer.kind.gated) * layer.hidden + layer.moved for layer in layers)
-    return Activations(
-        blocks,
-        head=tokens * (of_norm + of_logit * outputs) + options.casts(width * outputs),
-        loss=tokens * in_loss * outputs,
-        again=again,
-        gradients=tokens * (2 * width * of_stream + inside * itemsize),
-        cached=sum(layer.number * options.casts(cast_weights(layer)) for layer in layers) * shrunk // depth,
+    inside = (1 + layer.kind.gated) * layer.hidden + layer.moved
+    return _Block(
+        layer.number,
+        _kept_bytes(layer, options),
+        _kept_bytes(layer, options, "scores"),
+        _kept_by_operation(layer, options),
+        options.tokens * layer.width * options.of_stream,
+        options.tokens * (2 * layer.width * options.of_stream + inside * options.itemsize),
+        options.casts(cast_weights(layer)),
     )
+
+
+def _traced(model: Traced, options: _BlockOptions, *, fused_loss: bool) -> tuple[list[_Block], _Outside]:
+    """Count the blocks of a traced model, and what is outside of them."""
+    at, compiled = (options.batch, options.sequence), options.compiled
+
+    def kept(layer: TracedLayer, *left_out: str) -> int:
+        numel_of_token = (
+            one.numel * one.nbytes
+            for one in layer.kept_at(*at)
+            if one.role not in left_out and not (compiled and one.role == "pointwise")
+        )
+        return round(options.tokens * sum(numel_of_token) + compiled * layer.sources.at(*at))
+
+    blocks = []
+    for layer in model.layers:
+        whole = kept(layer)
+        sizes = (layer.by_operation, layer.input, layer.gradients)
+        blocks.append(_Block(layer.number, whole, whole, *(round(one.at(*at)) for one in sizes)))
+    outside = _Outside(kept(model.outside), round(model.outside.gradients.at(*at)))
+    if fused_loss:
+        logits = options.tokens * options.itemsize * model.outputs
+        outside = _Outside(kept(model.outside, "logits") + logits, logits)
+    return blocks, outside
 
 
 class _BlockOptions(NamedTuple):
@@ -318,6 +393,15 @@ class _BlockOptions(NamedTuple):
     repeated_kv: bool
     silu_by_hand: bool
     lora: Lora | None
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    @property
+    def of_stream(self) -> int:
+        """Bytes of an element of the residual stream."""
+        return 4 if self.autocast else self.itemsize
 
     def casts(self, numel: int) -> int:
         """Bytes of the cast copies of weights, which a compiler makes again where they are read."""
@@ -345,7 +429,7 @@ def _kept_bytes(layer: Layer, options: _BlockOptions, *left_out: str) -> int:
         for one in kept
         if one.role not in left_out and not (options.compiled and one.role == "pointwise")
     )
-    return options.sequence * options.batch * of_token + options.casts(cast_weights(layer))
+    return int(options.tokens * of_token) + options.casts(cast_weights(layer))
 
 
 def _kept_by_operation(layer: Layer, options: _BlockOptions) -> int:
@@ -411,7 +495,7 @@ def head_bytes(architecture: Transformer, batch: int, sequence: int | None = Non
     return activations(architecture, batch, sequence).head
 
 
-def _tokens_of_sequence(architecture: Transformer, batch: int, sequence: int | None) -> int:
+def _tokens_of_sequence(architecture: Transformer | Traced, batch: int, sequence: int | None) -> int:
     if batch < 1:
         raise ValueError(f"a batch has at least 1 sequence, got {batch}.")
     if sequence is None:

@@ -21,6 +21,7 @@ from zero_ref.simulator.autocast import cast_weights, reads_of_norms
 from zero_ref.simulator.device import Device
 from zero_ref.simulator.layers import Layer, Matrix
 from zero_ref.simulator.lora import Lora, with_adapters
+from zero_ref.simulator.traced import Traced, TracedPass, TracedProduct
 
 
 class Product(NamedTuple):
@@ -34,9 +35,9 @@ class Product(NamedTuple):
         fp8: both matrices are of 8 bits, and the result is not.
     """
 
-    m: int
-    k: int
-    n: int
+    m: float
+    k: float
+    n: float
     times: float = 1.0
     fp8: bool = False
 
@@ -315,7 +316,7 @@ class Kernels:
 
 @lru_cache(maxsize=256)
 def kernels(
-    architecture: Transformer,
+    architecture: Transformer | Traced,
     batch: int,
     sequence: int,
     checkpointing: str = "none",
@@ -354,6 +355,70 @@ def kernels(
     """
     check_name("attention", attention, ATTENTION)
     again, costs = recomputed(checkpointing), COMPILED if compiled else EAGER
+    fused = attention == "fused" or isinstance(architecture, Traced)
+    if isinstance(architecture, Traced):
+        work = _traced(architecture, batch, sequence, itemsize, fp8=fp8, compiled=compiled)
+    else:
+        work = _tabled(
+            *(architecture, batch, sequence, itemsize, costs),
+            fused=fused,
+            fused_loss=fused_loss,
+            autocast=autocast,
+            fp8=fp8,
+            lora=lora,
+        )
+    others, back = work.forward, work.backward.plus(work.attention_backward)
+    computed_again = others.times(again.products, touched=again.touched)
+    computed_again = computed_again.plus(work.attention.times(again.attention if fused else again.scores))
+    computed_again = computed_again.plus(work.last.times(-again.products))
+    if checkpointing == "by-operation":  # which keeps no results of experts
+        computed_again = computed_again.plus(work.of_experts.times(1 - again.products))
+    back = back.plus(computed_again.times(again.blocks))
+    if fp8:
+        back = back.touching(work.casts_to_fp8 * again.products * again.blocks)
+    forward = others.touching(work.casts_to_fp8).plus(work.attention).plus(work.head)
+    shapes = trained(architecture) if lora is None else with_adapters(trained(architecture), lora)
+    numel = sum(param.numel for param in shapes)
+    return Kernels(forward, back.plus(work.head_backward), numel)
+
+
+class _Work(NamedTuple):
+    """The work of all blocks and of what is outside of them, if nothing is computed again.
+
+    Args:
+        forward: of blocks, without attention over the sequence and without casts to FP8.
+        last: of these, products whose results nothing in backward needs.
+        of_experts: of these, products of experts that are not the last.
+        backward, attention_backward: all of it.
+        casts_to_fp8: bytes that are touched in forward.
+    """
+
+    forward: Pass
+    attention: Pass
+    last: Pass
+    of_experts: Pass
+    backward: Pass
+    attention_backward: Pass
+    head: Pass
+    head_backward: Pass
+    casts_to_fp8: float = 0.0
+
+
+def _tabled(
+    architecture: Transformer,
+    batch: int,
+    sequence: int,
+    itemsize: int,
+    costs: Costs,
+    *,
+    fused: bool,
+    fused_loss: bool,
+    autocast: bool,
+    fp8: bool,
+    lora: Lora | None,
+) -> _Work:
+    """Count the work of a model whose layers are spelled out."""
+    compiled = costs is COMPILED
     tokens, depth, outputs = batch * sequence, architecture.depth, outputs_of(architecture)
     of_block = touched_by_token(architecture, costs, autocast=autocast)
     scale = itemsize / 2
@@ -363,45 +428,84 @@ def kernels(
         return Pass(tuple(one._replace(fp8=fp8) for one in made), 0.0, 0.0, itemsize)
 
     matrices = products(lambda layer: layer.products)
-    fused = attention == "fused"
     attended, attended_back = _attention(architecture, batch, sequence, costs.scores, itemsize, fused)
     casts = CAST * autocast * sum(layer.number * cast_weights(layer) for layer in architecture.layers)
     others = matrices.touching(scale * tokens * depth * of_block.forward + casts)
-    last = products(lambda layer: layer.last)
-    computed_again = others.times(again.products, touched=again.touched)
-    computed_again = computed_again.plus(attended.times(again.attention if fused else again.scores))
-    if not architecture.kind.dropout:  # the mask of a dropout behind the last product is made from its result
-        computed_again = computed_again.plus(last.times(-again.products))
-    computed_again = computed_again.times(again.blocks)
-    if checkpointing == "by-operation":  # which keeps no results of experts
-        of_experts = products(
-            lambda layer: (one for one in layer.products if one.copies > 1 and one not in layer.last)
-        )
-        computed_again = computed_again.plus(of_experts.times(1 - again.products))
+    # The mask of a dropout behind the last product is made from its result.
+    last = products(lambda layer: () if architecture.kind.dropout else layer.last)
+    of_experts = products(
+        lambda layer: (one for one in layer.products if one.copies > 1 and one not in layer.last)
+    )
     gradients = 1 if lora else 2  # of a product's operand, and of its weight
+    back = matrices.times(gradients)
+    back = back.touching(scale * tokens * depth * of_block.backward + casts)
     if lora:
         adapters = _adapters(architecture, tokens, lora, costs, scale)
-        others, attended_back = others.plus(adapters.forward), attended_back.plus(adapters.backward)
-        computed_again = computed_again.plus(adapters.forward.times(again.blocks * again.products))
-    back = matrices.times(gradients).plus(attended_back)
-    back = back.touching(scale * tokens * depth * of_block.backward + casts)
-    back = back.plus(computed_again)
-    if fp8:
-        forward, backward = _casts_to_fp8(architecture, tokens, compiled)
-        others = others.touching(forward)
-        back = back.touching(backward + forward * again.products * again.blocks)
-
+        others, back = others.plus(adapters.forward), back.plus(adapters.backward)
+    forward_casts, backward_casts = _casts_to_fp8(architecture, tokens, compiled) if fp8 else (0.0, 0.0)
     product = Product(tokens, architecture.width, outputs, float(outputs > 0))
     in_head, of_loss = (
         scale * tokens * outputs * nbytes for nbytes in (COMPILED if fused_loss else EAGER).logits
     )
     casts = CAST * autocast * architecture.width * outputs
-    head = Pass((product,), 0.0, in_head + casts, itemsize)
     of_head = product._replace(times=gradients * product.times)
-    back = back.plus(Pass((of_head,), 0.0, of_loss + casts, itemsize))
-    shapes = trained(architecture) if lora is None else with_adapters(trained(architecture), lora)
-    numel = sum(param.numel for param in shapes)
-    return Kernels(others.plus(attended).plus(head), back, numel)
+    return _Work(
+        others,
+        attended,
+        last,
+        of_experts,
+        back.touching(backward_casts),
+        attended_back,
+        Pass((product,), 0.0, in_head + casts, itemsize),
+        Pass((of_head,), 0.0, of_loss + casts, itemsize),
+        forward_casts,
+    )
+
+
+def _traced(model: Traced, batch: int, sequence: int, itemsize: int, *, fp8: bool, compiled: bool) -> _Work:
+    """Evaluate the rules of a traced model."""
+    at, nothing = (batch, sequence), Pass((), 0.0, 0.0, itemsize)
+
+    def products(listed: Iterable[TracedProduct], *, of_block: bool = True) -> Pass:
+        made = (
+            Product(one.m.at(*at), one.k.at(*at), one.n.at(*at), one.times.at(*at), fp8 and of_block)
+            for one in listed
+        )
+        return Pass(tuple(made), 0.0, 0.0, itemsize)
+
+    def work(one: TracedPass, *, of_block: bool = True) -> tuple[Pass, Pass]:
+        touched = (one.touched_compiled if compiled and of_block else one.touched).at(*at)
+        return (
+            products(one.products, of_block=of_block).touching(touched),
+            Pass((), one.attention_flops.at(*at), 0.0, itemsize),
+        )
+
+    forward = attention = backward = attention_backward = last = nothing
+    for layer in model.layers:
+        one, attended = work(layer.forward)
+        back, attended_back = work(layer.backward)
+        forward = forward.plus(one.times(layer.number))
+        attention = attention.plus(attended.times(layer.number))
+        backward = backward.plus(back.times(layer.number))
+        attention_backward = attention_backward.plus(attended_back.times(layer.number))
+        last = last.plus(products(layer.last).times(layer.number))
+    head, head_backward = (
+        one.plus(attended)
+        for one, attended in (
+            work(way, of_block=False) for way in (model.outside.forward, model.outside.backward)
+        )
+    )
+    # A cast to FP8 reads an operand for its largest element and again to write it, as `_casts_to_fp8` counts.
+    casts, casts_back = (
+        fp8
+        * (3 if compiled else 5)
+        * sum(one.times * (one.m * one.k + one.k * one.n) for one in way.products)
+        for way in (forward, backward)
+    )
+    return _Work(
+        forward, attention, last, nothing, backward.touching(casts_back), attention_backward, head,
+        head_backward, casts,
+    )  # fmt: skip
 
 
 class _Adapters(NamedTuple):

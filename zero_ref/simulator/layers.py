@@ -65,7 +65,7 @@ class Kept(NamedTuple):
     """
 
     name: str
-    numel: int
+    numel: float
     role: str
     nbytes: int = 0
 

@@ -14,6 +14,7 @@ from zero_ref.simulator.ledger import StateRule, state_rule
 from zero_ref.simulator.lora import Lora, is_adapter, with_adapters
 from zero_ref.simulator.models import GPT2, Llama, ParamShape, matrices_whole, specs, trained
 from zero_ref.simulator.price import Workload
+from zero_ref.simulator.traced import Traced
 from zero_ref.simulator.training import DTYPES, Training
 from zero_ref.simulator.updates import update_kernels
 
@@ -43,10 +44,10 @@ class RankWork(Training):
         return self.cluster if device is self.cluster.device else replace(self.cluster, device=device)
 
     @property
-    def transformer(self) -> GPT2 | Llama | Decoder | None:
-        """The architecture, if it is a transformer's."""
+    def transformer(self) -> GPT2 | Llama | Decoder | Traced | None:
+        """The architecture, if its work is known: a transformer's, or that of a model that was traced."""
         model = self.architecture
-        return model if isinstance(model, (GPT2, Llama, Decoder)) else None
+        return model if isinstance(model, (GPT2, Llama, Decoder, Traced)) else None
 
     @property
     def adapters(self) -> Lora | None:
@@ -65,7 +66,11 @@ class RankWork(Training):
         params = specs(self.shapes, self.dtype)
         if self.lora is not None:
             return [param._replace(trainable=is_adapter(param.name)) for param in params]
-        return params if state_rule(self.optimizer).of_whole is None else matrices_whole(params)
+        params = params if state_rule(self.optimizer).of_whole is None else matrices_whole(params)
+        if isinstance(self.architecture, Traced):
+            frozen = self.architecture.frozen
+            params = [param._replace(trainable=param.name not in frozen) for param in params]
+        return params
 
     @cached_property
     def numel(self) -> int:
@@ -81,7 +86,7 @@ class RankWork(Training):
     def active(self) -> int:
         """Parameters that a token goes through: of experts those that it is sent to."""
         model = self.transformer
-        if not isinstance(model, Decoder):
+        if not isinstance(model, (Decoder, Traced)):
             return self.numel
         return model.active + (0 if self.lora is None else self.trained_numel)
 
@@ -89,7 +94,7 @@ class RankWork(Training):
     def missing(self) -> tuple[str, ...]:
         """Parts of the model that activations and time do not count, in words for people."""
         model = self.transformer
-        return model.missing if isinstance(model, Decoder) else ()
+        return model.missing if isinstance(model, (Decoder, Traced)) else ()
 
     @cached_property
     def activations(self) -> Activations:
@@ -135,6 +140,8 @@ class RankWork(Training):
         """
         if (model := self.transformer) is None:
             return 0.0
+        if isinstance(model, Traced):
+            return model.attention_share(self.batch, self.tokens_of_sequence)
         seen = (
             layer.number * layer.heads * (layer.head_width + layer.value_width)
             * min(layer.window or self.tokens_of_sequence, self.tokens_of_sequence)
@@ -210,6 +217,8 @@ class RankWork(Training):
     def _tied(self) -> bool:
         """The output head is the embedding."""
         model = self.transformer
+        if isinstance(model, Traced):
+            return model.tied
         return model is not None and model.head is None and getattr(model, "tied", isinstance(model, GPT2))
 
     @property

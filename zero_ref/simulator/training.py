@@ -18,6 +18,7 @@ from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.options import Option, check_options, explained, listed
 from zero_ref.simulator.recipe import REDUCED_IN, Recipe
 from zero_ref.simulator.schedule import MIB
+from zero_ref.simulator.traced import Traced
 from zero_ref.simulator.updates import UPDATES, update_kernels
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -208,11 +209,27 @@ class Training:
             update_kernels(self.optimizer, self.update)
         check_world_size(self.world_size)
         self._check_products()
+        if isinstance(self.architecture, Traced):
+            self._check_traced(self.architecture)
         if self.lora is not None:
             self._check_adapters()
         elif self.lora_on != "all-linear":
             raise ValueError(
                 f"lora_on {self.lora_on} says where adapters are, and lora, their rank, is not given."
+            )
+
+    def _check_traced(self, model: Traced) -> None:
+        """Refuse what a trace does not have."""
+        if model.dtype != self.dtype:
+            raise ValueError(
+                f"the model was traced in {model.dtype}, and the dtype is {self.dtype}: trace it anew."
+            )
+        if self.autocast is not None:
+            raise ValueError("autocast is not traced: leave it out, and ask for --dtype bfloat16 or float32.")
+        if self.lora is not None:
+            raise ValueError(
+                "lora is not added to a model that is traced: build the module with its adapters, and with "
+                "requires_grad False where it is frozen."
             )
 
     def _check_adapters(self) -> None:
