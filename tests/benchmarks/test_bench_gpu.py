@@ -21,7 +21,7 @@ from benchmarks.gpu.budget import Budget, Skipped
 from benchmarks.gpu.report import FAILED, MEASURED, SECTIONS, SKIPPED, GpuReport, Section, SectionResult
 from benchmarks.rounds import WARM_UP, Case
 from zero_ref.comm import devices
-from zero_ref.shard.merged import SMALL_NUMEL
+from zero_ref.shard.merged import MERGED_NUMEL
 from zero_ref.simulator.activations import OF_THE_PAPER, activation_bytes, head_bytes
 from zero_ref.simulator.models import GPT2
 
@@ -139,7 +139,7 @@ def test_what_the_allocator_counts_is_told_apart_by_what_it_is_for(monkeypatch: 
     more = [row["allocated"] - row["held"] for row in rows if row["held"] is not None]
     assert more[:2] == more[3:5] == [0, 0], "parameters and gradients"
     # Small tensors are stepped as one, with one counter, and with memory to which gradients are copied.
-    small = sum(one.numel for one in TINY.shapes() if one.numel <= SMALL_NUMEL)
+    small = sum(one.numel for one in TINY.shapes() if one.numel <= MERGED_NUMEL)
     for of_state in (more[2], more[5]):
         assert -4 * len(TINY.shapes()) <= of_state <= 4 * small
 

@@ -18,7 +18,7 @@ from zero_ref.lab.meter import recording
 from zero_ref.plan.calls import Call
 from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.layout import lay_out
-from zero_ref.plan.parcels import SMALL_NUMEL
+from zero_ref.plan.parcels import PACKED_NUMEL
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.shard.buckets import (
@@ -247,7 +247,7 @@ def test_messages_within_bring_the_values_of_the_parameters_asked_for_and_no_oth
 def kinds_of_messages() -> tuple[list[nn.Parameter], list[Message]]:
     """Parameters of two owners and two dtypes; one is large."""
     dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
-    numels = [6, 5, 4, SMALL_NUMEL + 1, 3, 2]
+    numels = [6, 5, 4, PACKED_NUMEL + 1, 3, 2]
     params = [nn.Parameter(torch.zeros(numel, dtype=dtype)) for numel, dtype in zip(numels, dtypes)]
     return params, messages_by_parameter(from_lists(numels, [[0, 1, 2, 3, 4], [5]]), params)
 
@@ -292,7 +292,7 @@ def test_a_parcel_brings_the_owners_values_to_all_in_one_broadcast() -> None:
             Call("broadcast", 4 * 11, 0),
             Call("broadcast", 2 * 7, 0),
             Call("broadcast", 4 * 2, 1),
-            Call("broadcast", 4 * (SMALL_NUMEL + 1), 0),
+            Call("broadcast", 4 * (PACKED_NUMEL + 1), 0),
         ]
 
 

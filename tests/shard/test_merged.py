@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.shard.merged import SMALL_NUMEL
+from zero_ref.shard.merged import MERGED_NUMEL
 
 FORMS: list[tuple[Any, bool]] = [("sorted_greedy", True), ("even", True), ("sorted_greedy", False)]
 """(partition, whether parameters are views of flat tensors or are copied into buffers)"""
@@ -43,7 +43,7 @@ class Beads(nn.Module):
             (128,),
             (3, 5),
             (64, 2),
-            (SMALL_NUMEL + 64,),
+            (MERGED_NUMEL + 64,),
             (64,),
             (192,),
             (16, 4, 2, 2),

@@ -96,9 +96,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             then runs on the CPU, in pieces, while other pieces are copied.
         broadcast_buffer_size: without `parameters_as_bucket_view`, small parameters of one owner, dtype and
             device travel together in buffers of at most so many elements, and are copied into the parameters
-            when they arrive. On the CPU an elementwise class also steps the smallest as one tensor there. The
-            buffers are kept: as many bytes as the small parameters have, those of up to 16,384 elements.
-            Larger parameters travel as they are; 0 sends, and steps, each parameter by itself.
+            when they arrive. The buffers are kept: as many bytes as the small parameters have, those of up to
+            16,384 elements. On the CPU an elementwise class also steps the smallest, of up to 4,096 elements,
+            as one tensor there, with their gradients in a buffer of their size that is kept as well. Larger
+            parameters travel as they are; 0 sends, and steps, each parameter by itself.
         **defaults: passed to `optimizer_class`.
 
     Attributes:

@@ -11,7 +11,7 @@ PARCEL_NBYTES = 2**18
 BROADCAST_NUMEL = 2**18
 """Elements of a buffer in which small parameters travel, in a step without flat tensors."""
 
-SMALL_NUMEL = 2**14
+PACKED_NUMEL = 2**14
 """Up to so many elements, copying a parameter takes less time than sending one more message."""
 
 

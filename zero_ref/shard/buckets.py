@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ref.comm.collectives import Collectives, PendingCall, Then
 from zero_ref.plan.layout import BucketLayout, end_to_end, runs_within
-from zero_ref.plan.parcels import SMALL_NUMEL, parcels
+from zero_ref.plan.parcels import PACKED_NUMEL, parcels
 from zero_ref.plan.partition import Partition, Slice
 
 
@@ -274,7 +274,7 @@ def joined(messages: Iterable[Message], buffer_size: int) -> list[Message | Parc
     sizes = [(kind(number), message.tensor.numel()) for number, message in enumerate(listed)]
     return [
         listed[numbers[0]] if len(numbers) == 1 else Parcel([listed[number] for number in numbers])
-        for numbers in parcels(sizes, buffer_size, SMALL_NUMEL)
+        for numbers in parcels(sizes, buffer_size, PACKED_NUMEL)
     ]
 
 

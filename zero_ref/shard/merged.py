@@ -29,7 +29,7 @@ from zero_ref.shard.checks import is_elementwise
 
 CONTAINERS = (list, tuple, dict)
 
-SMALL_NUMEL = 2**14
+MERGED_NUMEL = 2**14
 """Up to this size, copying a gradient is faster than stepping one more tensor (benchmarks/NOTES.md)."""
 
 
@@ -50,7 +50,7 @@ def place_end_to_end(tensors: Iterable[torch.Tensor]) -> None:
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        if _can_be_merged(tensor, SMALL_NUMEL):
+        if _can_be_merged(tensor, MERGED_NUMEL):
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for of_kind in kinds.values():
         flat = torch.cat([flat_view(tensor.detach()) for tensor in of_kind])

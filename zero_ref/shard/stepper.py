@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from zero_ref.shard.foreign import ForeignStep
 from zero_ref.shard.groups import options_of, params_of, replace_options
 from zero_ref.shard.local_class import is_known
-from zero_ref.shard.merged import SMALL_NUMEL, MergedSlices
+from zero_ref.shard.merged import MERGED_NUMEL, MergedSlices
 from zero_ref.shard.offload import PieceGradients, StatePlace, in_pieces
 from zero_ref.shard.owned import Copies, OwnedSlice
 
@@ -380,7 +380,7 @@ class Steppers:
         # 1. Find the neighbours that can be merged.
         trained = [own for own in owned if own.param.requires_grad] if merge else []
         small = {own.local: own.param for own in trained if own.is_whole}
-        self.small = MergedSlices(optim, small, SMALL_NUMEL, buffers if merge else {})
+        self.small = MergedSlices(optim, small, MERGED_NUMEL, buffers if merge else {})
         # In a share neighbours lie together, as do their gradients after ShardedDataParallel's backward.
         in_share = [own.local for own in trained if in_ranges and not own.is_copy]
         self.shares = MergedSlices(optim, dict(zip(in_share, in_share)))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from zero_ref.plan.calls import Call
 from zero_ref.plan.layout import BucketLayout, Flat, lay_out, runs_within
-from zero_ref.plan.parcels import SMALL_NUMEL, parcels
+from zero_ref.plan.parcels import PACKED_NUMEL, parcels
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
 from zero_ref.simulator.ledger import itemsize_of
 
@@ -93,7 +93,7 @@ def broadcasts_of(
         if params[run.slices[0].param].trainable
     ]
     sizes = [((owner, param.dtype, param.device), numel) for owner, param, numel in runs]
-    together = parcels(sizes, buffer_size, SMALL_NUMEL) if buffer_size else [[n] for n in range(len(runs))]
+    together = parcels(sizes, buffer_size, PACKED_NUMEL) if buffer_size else [[n] for n in range(len(runs))]
     return [
         Call("broadcast", sum(sizes[n][1] for n in numbers) * itemsize_of(runs[numbers[0]][1].dtype), owner)
         for numbers in together
