@@ -148,6 +148,7 @@ CHAPTER_OF = {
     "zero_ref.simulator.stages": 9,
     "zero_ref.simulator.tree": 9,
     "zero_ref.simulator.which": 9,
+    "zero_ref.simulator.bill": 9,
     "zero_ref.simulator.search": 16,
     "zero_ref.lab.commands": 16,
     "zero_ref.simulator.sensitivity": 16,

@@ -92,7 +92,12 @@ NOT_FOR_READERS = {
 }
 """Names that modules share with each other: public among them, and of no use to a reader."""
 
-MODULES_NOT_FOR_READERS = {"zero_ref.lab.demo", "zero_ref.lab.report", "zero_ref.lab.widgets"}
+MODULES_NOT_FOR_READERS = {
+    "zero_ref.lab.advised",
+    "zero_ref.lab.demo",
+    "zero_ref.lab.report",
+    "zero_ref.lab.widgets",
+}
 
 
 def _load_extension() -> ModuleType:

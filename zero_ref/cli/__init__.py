@@ -27,9 +27,11 @@ from zero_ref.cli.plan import register_plan
 from zero_ref.cli.search import register_search
 from zero_ref.cli.simulate import register_simulate
 from zero_ref.cli.train import register_demo, register_train
+from zero_ref.cli.which import register_which
 from zero_ref.lab._arguments import Parser, complain, printable, unwritable
 
 COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
+    register_which,
     register_plan,
     register_simulate,
     register_search,

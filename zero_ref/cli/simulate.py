@@ -23,6 +23,7 @@ from zero_ref.lab._arguments import (
 from zero_ref.lab.commands import MOST_OPERATIONS
 from zero_ref.lab.simulated import MFU_COUNTS, as_json, cluster_named, print_runs
 from zero_ref.lab.simulated_checkpoints import checkpoints_as_json, print_checkpoints, saved_by
+from zero_ref.simulator.bill import Bill
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.configuration import quantized
 from zero_ref.simulator.models import GPT2, MODELS, Architecture, from_config
@@ -51,6 +52,7 @@ def register_simulate(subparsers: Subparsers) -> None:
     # One of these that is given, be it the default, has to mean something to a strategy; None is not given.
     parser.set_defaults(**dict.fromkeys(one.word for one in for_some))
     _add_paces(parser)
+    add_bill(parser)
     parser.add_argument(
         "--checkpoint", action="store_true", help="say what saving and loading a checkpoint take, in each way"
     )
@@ -95,6 +97,25 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_bill(parser: argparse.ArgumentParser) -> None:
+    """`--train-tokens` and `--price`."""
+    tokens = "of the whole training, such as 15e12: days and GPU-hours are printed"
+    parser.add_argument("--train-tokens", type=number(above=0, most=1e18), metavar="T", help=tokens)
+    price = "of an hour of one GPU, in any currency: the cost of --train-tokens is printed"
+    parser.add_argument("--price", type=number(least=0, most=1e9), metavar="P", help=price)
+
+
+def bill_of(arguments: argparse.Namespace) -> Bill | None:
+    """The training of `--train-tokens`, if it is asked for.
+
+    Raises:
+        CommandError: there is a price, and nothing to pay for.
+    """
+    if arguments.train_tokens is None and arguments.price is not None:
+        raise CommandError("--price is of an hour: say with --train-tokens how much is trained.")
+    return None if arguments.train_tokens is None else Bill(arguments.train_tokens, arguments.price)
+
+
 def _scenario_options() -> tuple[list[OptionField], list[OptionField]]:
     """The options of a scenario that every strategy uses, and those that some strategies use."""
     options = options_of(Scenario)
@@ -128,7 +149,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         need("rich")  # before the work, not after it
     strategies = list(dict.fromkeys([arguments.strategy, *arguments.compare]))
     _check_used(arguments, strategies)
-    slow = _slow(arguments.straggler, arguments.ranks)
+    slow, bill = _slow(arguments.straggler, arguments.ranks), bill_of(arguments)
     with planning(arguments.ranks):
         try:
             scenario = scenario_of(arguments)
@@ -146,12 +167,12 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             _write_trace(arguments.trace, runs)
         named = named_model(arguments)[1]
         if arguments.json:
-            printed = as_json(named, scenario, runs)
+            printed = as_json(named, scenario, runs, bill)
             if arguments.checkpoint:
                 printed["checkpoints"] = checkpoints_as_json(scenario, strategies)
             print(json.dumps(printed, indent=2, allow_nan=False))
         else:
-            print_runs(named, scenario, runs)
+            print_runs(named, scenario, runs, bill=bill)
             if arguments.checkpoint:
                 print_checkpoints(scenario, strategies)
             if arguments.trace:

@@ -9,9 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from zero_ref.lab._arguments import short
+from zero_ref.lab._arguments import short as shortened
+from zero_ref.live.numbers import short, short_count
+from zero_ref.simulator import spread
 from zero_ref.simulator._records import read_json
 from zero_ref.simulator.architectures import Architecture
+from zero_ref.simulator.bill import Bill
 from zero_ref.simulator.cluster import CLUSTERS, Cluster
 from zero_ref.simulator.decoders import Decoder
 from zero_ref.simulator.ledger import format_bytes
@@ -73,7 +76,7 @@ def cluster_named(name: str) -> Cluster:
         return CLUSTERS[name]
     if not os.path.isfile(name):
         raise ValueError(
-            f"--cluster {short(name)}: choose one of {', '.join(CLUSTERS)}, or a file "
+            f"--cluster {shortened(name)}: choose one of {', '.join(CLUSTERS)}, or a file "
             "with a cluster in JSON, as `Cluster.to_json` gives it."
         )
     try:
@@ -88,8 +91,14 @@ def cluster_named(name: str) -> Cluster:
         raise ValueError(f"--cluster {name}: {error}") from None
 
 
-def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dict[str, Any]:
-    """Return the JSON of `zero-ref simulate --json`: bytes and milliseconds of one iteration."""
+def as_json(
+    named: str, scenario: Scenario, runs: Sequence[SimulatedRun], bill: Bill | None = None
+) -> dict[str, Any]:
+    """Return the JSON of `zero-ref simulate --json`: bytes and milliseconds of one iteration.
+
+    Args:
+        bill: of the whole training; None if nobody asked for it.
+    """
     device = scenario.cluster.device
     return {
         "model": named,
@@ -107,7 +116,7 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
         "sequence": scenario.tokens_of_sequence,
         "attention_share": scenario.attention_share,
         "not_modelled": list(NOT_MODELLED),
-        "strategies": {run.strategy: _run_as_json(run) for run in runs},
+        "strategies": {run.strategy: _run_as_json(run, bill) for run in runs},
     }
 
 
@@ -118,7 +127,7 @@ def parts_of(architecture: Architecture) -> dict[str, int | None]:
     return {"language model": sum(param.numel for param in architecture.shapes())}
 
 
-def _run_as_json(run: SimulatedRun) -> dict[str, Any]:
+def _run_as_json(run: SimulatedRun, bill: Bill | None) -> dict[str, Any]:
     return {
         "fullest_rank": run.fullest,
         "memory_bytes": run.memory.items,
@@ -128,6 +137,7 @@ def _run_as_json(run: SimulatedRun) -> dict[str, Any]:
         "memory_allocated_bytes": run.memory.allocated_bytes,
         "memory_reserved_bytes": run.memory.reserved_bytes,
         "memory_peak_bytes": run.peak_bytes,
+        "memory_peak_interval_bytes": list(spread.MEMORY.around(run.peak_bytes)),
         "memory_peak_phase": run.memory.phase,
         "memory_peak_items_bytes": dict(run.memory.peak_items),
         "memory_peak_bytes_of_rank": [memory.peak_bytes for memory in run.memories],
@@ -136,6 +146,7 @@ def _run_as_json(run: SimulatedRun) -> dict[str, Any]:
         "sent_bytes_per_rank": run.sent_bytes,
         "calls": run.calls,
         "iteration_ms": run.iteration_ms,
+        "iteration_interval_ms": list(spread.around(run.iteration_ms)),
         "exposed_communication_ms": run.exposed_ms,
         "idle_ms": run.idle_ms,
         "critical_path_ms": dict(run.what_if.critical_ms),
@@ -144,6 +155,7 @@ def _run_as_json(run: SimulatedRun) -> dict[str, Any]:
         "tokens_per_second": run.tokens_per_second,
         "model_flops_utilisation": run.utilisation,
         "model_flops_utilisation_counts": MFU_COUNTS,
+        **({} if bill is None else bill.values(run.tokens_per_second, run.schedule.world_size)),
     }
 
 
@@ -152,10 +164,12 @@ def print_runs(
     scenario: Scenario,
     runs: Sequence[SimulatedRun],
     width: int | None = None,
+    bill: Bill | None = None,
 ) -> None:
     """Print a table and notes.
 
     Args:
+        bill: of the whole training; None if nobody asked for it.
         width: columns; None for those of the terminal.
     """
     from rich.console import Console
@@ -174,7 +188,7 @@ def print_runs(
     table.add_column("one iteration")
     for run in runs:
         table.add_column(run.strategy, justify="right")
-    for label, values, style in _rows(runs):
+    for label, values, style in _rows(runs, bill):
         table.add_row(label, *values, style=style)
     console.print(table)
     console.print()
@@ -299,13 +313,14 @@ class Row(NamedTuple):
     style: str = ""
 
 
-def _rows(runs: Sequence[SimulatedRun]) -> list[Row]:
+def _rows(runs: Sequence[SimulatedRun], bill: Bill | None) -> list[Row]:
     rows = [Row("memory on", [f"rank {run.fullest:,}" for run in runs], "bold")]
     memories = [run.memory for run in runs]
     for item in memories[0].peak_items:
         if any(memory.peak_items[item] >= 1e3 for memory in memories):
             rows.append(Row(f"  {item}", [_bytes(memory.peak_items[item]) for memory in memories]))
     rows.append(Row("  peak", [_bytes(memory.peak_bytes) for memory in memories], "bold"))
+    rows.append(Row("  interval", [_interval(memory.peak_bytes, spread.MEMORY, 1e9) for memory in memories]))
     rows.append(Row("  which is", [PHASES_IN_WORDS[memory.phase] for memory in memories]))
     if any(memory.host_bytes for memory in memories):
         rows.append(Row("  on the host", [_bytes(memory.host_bytes) for memory in memories]))
@@ -319,6 +334,7 @@ def _rows(runs: Sequence[SimulatedRun]) -> list[Row]:
         Row("  calls", calls),
         Row("  exposed", [_ms(run.exposed_ms) for run in runs]),
         Row("time", [_ms(run.iteration_ms) for run in runs], "bold"),
+        Row("  interval", [_interval(run.iteration_ms, spread.TIME, 1) for run in runs]),
     ]
     spent = {label for run in runs for label in run.what_if.critical_ms}
     for label in sorted(spent, key=LABELS.index):
@@ -328,7 +344,26 @@ def _rows(runs: Sequence[SimulatedRun]) -> list[Row]:
         Row("idle", [_ms(run.idle_ms) for run in runs]),
         Row("tokens a second", [f"{run.tokens_per_second:,.0f}" for run in runs]),
         Row("MFU", [f"{run.utilisation:.1%}" for run in runs]),
+        *_bill_rows(runs, bill),
     ]
+
+
+def _bill_rows(runs: Sequence[SimulatedRun], bill: Bill | None) -> Iterator[Row]:
+    """Yield days, GPU-hours and cost of the whole training."""
+    if bill is None:
+        return
+    rates = [(run.tokens_per_second, run.schedule.world_size) for run in runs]
+    yield Row(f"{short_count(bill.tokens)} tokens: days", [short(bill.days(rate)) for rate, _ in rates])
+    yield Row("  GPU-hours", [short(bill.gpu_hours(*rate)) for rate in rates])
+    hours = [bill.gpu_hours(*rate) for rate in rates]
+    yield Row("  interval", [_interval(one, spread.TIME, 1) for one in hours])
+    if bill.price is not None:
+        yield Row(f"  cost, at {bill.price:g}", [short(bill.price * one) for one in hours])
+
+
+def _interval(predicted: float, around: spread.Spread, unit: float) -> str:
+    low, high = (end / unit for end in around.around(predicted))
+    return f"{short(low)} to {short(high)}"
 
 
 def _savings(run: SimulatedRun) -> str:

@@ -39,6 +39,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `sensitivity`: which circumstance changes the conclusion, and what would make an iteration faster;
 - `spread`: how far a prediction may be off, from published runs;
 - `training`: what is trained, on what and how, as one value; `rank_work`: what a rank computes for that;
+- `bill`: days, GPU-hours and cost of a whole training;
 - `scenario`: all of it together, from a model's name to memory, traffic and time;
 - `stages`: one such run under DDP and each stage, to choose among them;
 - `tree`: a decision tree as a value: questions, and an advice at each end;

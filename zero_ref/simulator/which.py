@@ -14,17 +14,22 @@ from functools import cached_property
 
 from zero_ref.simulator import spread
 from zero_ref.simulator._checks import check_number
+from zero_ref.simulator.activations import kinds_apart
 from zero_ref.simulator.device import Device
 from zero_ref.simulator.models import blocks
 from zero_ref.simulator.operations import COMPUTE, Operation
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
+from zero_ref.simulator.schedule import MIB
 from zero_ref.simulator.stages import runs_by_stage
 from zero_ref.simulator.tree import Advice, Node, Question, nodes_on
 
 ALIKE = 0.05
 """Ways whose times differ by this share are taken as equally fast. It is a choice, no measurement: what the
 simulator leaves out, such as computing that a message disturbs, may be as much."""
+
+MANY_RANKS, WIDE_RANGES = 64, 128 * MIB
+"""Among more than so many ranks, the bytes of stage 2's ranges."""
 
 LITTLE = 0.1
 """A share of the device's memory that is not worth another way than DDP. It is a choice too."""
@@ -209,7 +214,9 @@ def ways_of(scenario: Scenario) -> dict[str, SimulatedRun]:
     """Simulate every way: those of `runs_by_stage`; with several passes to an update also under `no_sync`.
 
     Under `no_sync` gradients are whole on every rank until the last backward, and are reduced once. For
-    stage 2 this is what the ZeRO paper calls stage 1.
+    stage 2 this is what the ZeRO paper calls stage 1. Among more than MANY_RANKS ranks stage 2 has
+    WIDE_RANGES, unless the scenario says how large its ranges are: the shares of usual ones are so small that
+    latency decides.
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.models import MODELS
@@ -225,6 +232,8 @@ def ways_of(scenario: Scenario) -> dict[str, SimulatedRun]:
     scenario = replace(scenario, no_sync=False, shard_group=None)
     runs: dict[str, SimulatedRun] = {}
     for name, run in runs_by_stage(scenario).items():
+        if name == "stage 2" and scenario.world_size > MANY_RANKS and scenario.bucket_bytes is None:
+            run = replace(scenario, bucket_bytes=WIDE_RANGES).run(run.strategy)
         runs[name] = run
         if scenario.accumulation > 1 and recipe(run.strategy).in_groups:
             runs[f"{name}, no_sync"] = run.scenario.like(no_sync=True).run(run.strategy)
@@ -244,6 +253,29 @@ def compared(scenario: Scenario) -> Compared:
         ValueError: as `ways_of`.
     """
     return Compared(scenario, ways_of(scenario))
+
+
+def compared_leaner(scenario: Scenario) -> Compared:
+    """The same; where no way surely fits, with the checkpointing that lets one fit and computes least again.
+
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> from zero_ref.simulator.models import MODELS
+    >>> found = compared_leaner(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 64))
+    >>> found.scenario.checkpointing, found.advice.name
+    ('every-other-block', 'stage 3')
+
+    Raises:
+        ValueError: as `ways_of`.
+    """
+    found = compared(scenario)
+    if found.fastest is not None or scenario.kernels is None:
+        return found
+    kinds = kinds_apart(scenario.attention)
+    for kind in kinds[1 + kinds.index(scenario.checkpointing) :] if scenario.checkpointing in kinds else ():
+        leaner = compared(scenario.like(checkpointing=kind))
+        if leaner.fastest is not None:
+            return leaner
+    return found
 
 
 @dataclass(frozen=True)
