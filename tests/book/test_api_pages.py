@@ -50,10 +50,8 @@ NOT_FOR_READERS = {
         *("Option", "OptionField", "check_options", "explained", "from_options", "listed", "options_of"),
         *("used_values", "values_of", "words_of"),
     },
-    "zero_ref.simulator.decoders": {"tensors_of", "value_of"},
-    "zero_ref.simulator.experts": {"experts", "one_of", "stacked"},
     "zero_ref.simulator.layers": {"Weights", "alike", "is_of_experts", "weights_of"},
-    "zero_ref.simulator.rules": {"Config", "windows_of"},
+    "zero_ref.simulator.configuration": {"refuse_other"},
     "zero_ref.simulator.traced": {"Rule", "TracedKept", "TracedLayer", "TracedPass", "TracedProduct"},
     "zero_ref.lab.built": {"built"},
     "zero_ref.lab.tracing": {"lengths_of"},
@@ -64,7 +62,7 @@ NOT_FOR_READERS = {
     "zero_ref.lab.settings": {"as_toml", "read_settings", "settings_of"},
     "zero_ref.lab.simulated_checkpoints": {"passages", "checkpoints_as_json", "print_checkpoints"},
     "zero_ref.lab.simulated": {
-        *("Row", "as_json", "cluster_named", "in_words", "parts_of", "print_heading", "print_runs"),
+        *("Row", "as_json", "cluster_named", "in_words", "print_heading", "print_runs"),
     },
     "zero_ref.lab.searched": {"as_json", "print_found"},
     "zero_ref.lab.config": {

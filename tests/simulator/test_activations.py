@@ -161,25 +161,15 @@ OF_DEEPSEEK = {
     "topk_group": 1,
     "num_key_value_heads": 4,
 }
-OF_QWEN = {**ROUTING, "head_dim": 8, "num_experts": 4, "decoder_sparse_step": 2, "norm_topk_prob": True}
+OF_QWEN = {**ROUTING, "head_dim": 8, "num_experts": 4, "decoder_sparse_step": 1, "norm_topk_prob": True}
 
 
 @pytest.mark.parametrize(
     ("kind", "number", "sizes"),
     [
-        ("qwen3_moe", 0, OF_QWEN),  # dense
-        ("qwen3_moe", 1, OF_QWEN),
+        ("qwen3_moe", 0, OF_QWEN),
         ("deepseek_v3", 0, OF_DEEPSEEK),  # dense
         ("deepseek_v3", 1, OF_DEEPSEEK),
-        (
-            "qwen3_next",
-            1,
-            {
-                **OF_QWEN,
-                "shared_expert_intermediate_size": 20,
-                "layer_types": ["linear_attention", "full_attention"],
-            },
-        ),
     ],
 )
 def test_a_block_of_a_mixture_keeps_what_autograd_saves(
@@ -204,8 +194,9 @@ def test_a_block_of_a_mixture_keeps_what_autograd_saves(
     others = [*model.parameters(), *model.buffers(), *rotation]
     _, kept = kept_by_autograd(block, x, others)
     read = from_config(config.to_dict() | sizes)
-    counted = kept_of_block(read.layers[number], 2 * S)
-    ends_of_groups = 4 * 4 * number  # an integer of 32 bits for each of four experts
+    layer = read.layers[number]
+    counted = kept_of_block(layer, 2 * S)
+    ends_of_groups = 4 * 4 * (layer.mlp is not None)  # an integer of 32 bits for each of four experts
     assert sum(kept) == B * 2 * S * sum(one.numel * (one.nbytes or 2) for one in counted) + ends_of_groups
 
 

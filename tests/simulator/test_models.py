@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from zero_ref.plan.partition import ParamSpec
+from zero_ref.simulator.configuration import LLAMAS
 from zero_ref.simulator.models import (
     GPT2,
     MODELS,
@@ -165,13 +167,13 @@ def test_what_a_configuration_may_leave_out() -> None:
         (
             "gpt2",
             {"model_type": "bert"},
-            "model_type 'bert' is not known; known are 'gpt2', 'llama', 'mis",
+            "model_type 'bert' is not known without transformers; known are 'gpt2', 'llama', 'mis",
         ),
         ("gpt2", {"model_type": None}, "model_type None is not known"),
         ("gpt2", {"n_embd": None, "n_layer": 0}, "needs n_embd, .*; n_embd is missing, n_layer is 0"),
         ("gpt2", {"n_layer": True}, "n_layer is True"),
         ("gpt2", {"n_head": 7}, "n_embd 768 is no multiple of n_head 7"),
-        ("gpt2", {"n_inner": 1000}, "n_inner 1000 changes the parameters .* accepted: 3072"),
+        ("gpt2", {"n_inner": 1000}, "n_inner 1000 changes the model .* accepted: 3072"),
         ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings False changes"),
         ("llama", {"hidden_size": "4096"}, "integers of at least 1; hidden_size is '4096'"),
         ("llama", {"vocab_size": -1}, "vocab_size is -1"),
@@ -181,8 +183,14 @@ def test_what_a_configuration_may_leave_out() -> None:
             "num_attention_heads 32 is no multiple of num_key_value_heads 5",
         ),
         ("llama", {"num_attention_heads": 24}, "hidden_size 4096 is no multiple of num_attention_heads 24"),
-        ("llama", {"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm True changes the param"),
-        ("mistral", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
+        ("llama", {"mlp_bias": True}, "mlp_bias True changes the model"),
+        ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1, and must be true or false"),
+        (
+            "llama",
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "only causal language models are read",
+        ),
+        ("llama", {"model_type": "qwen3_moe"}, "num_experts_per_tok is missing"),
     ],
 )
 def test_a_configuration_without_sizes_is_refused(kind: str, changes: dict[str, Any], message: str) -> None:
@@ -191,6 +199,40 @@ def test_a_configuration_without_sizes_is_refused(kind: str, changes: dict[str, 
 
 
 # ------------------------------------------------------------------------------------------------ parity
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 16}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+OF_KIND: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "head_dim": 8},
+    "deepseek_v3": {
+        **EXPERTS,
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 10,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", [*LLAMAS, "qwen3_moe", "deepseek_v3"])
+def test_what_is_read_without_transformers_is_what_transformers_builds(kind: str) -> None:
+    config = {"model_type": kind, **SMALL, **OF_KIND.get(kind, {}), "tie_word_embeddings": False}
+    model = from_config(config)
+    with torch.device("meta"):
+        built = from_module(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config, **NO_TOKENS)))
+    assert [tuple(param) for param in model.shapes()] == [(param.name, param.shape) for param in built]
+    assert len(blocks(model.shapes())) == 1 + model.depth == 1 + sum(layer.number for layer in model.layers)
+
+
+NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+"""Special tokens beyond so small a vocabulary would be warned of."""
 
 
 def test_a_module_is_read_as_it_is() -> None:

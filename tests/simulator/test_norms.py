@@ -135,5 +135,5 @@ def test_norms_of_heads_and_of_results_count() -> None:
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     qwen = from_config({"model_type": "qwen3", **sizes, "max_position_embeddings": 64})
     assert kept_beside(qwen.layers[0], "by-hand", False)[0].numel == 2 * 64 + 6 * 16
-    gemma = from_config({"model_type": "gemma2", **sizes, "max_position_embeddings": 64})
-    assert kept_beside(gemma.layers[0], "by-hand", False)[0].numel == 4 * 64
+    olmo = from_config({"model_type": "olmo2", **sizes, "max_position_embeddings": 64})
+    assert kept_beside(olmo.layers[0], "by-hand", False)[0].numel == 2 * 64 + 6 * 16

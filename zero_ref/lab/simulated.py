@@ -13,15 +13,14 @@ from zero_ref.lab._arguments import short as shortened
 from zero_ref.live.numbers import short, short_count
 from zero_ref.simulator import spread
 from zero_ref.simulator._records import read_json
-from zero_ref.simulator.architectures import Architecture
 from zero_ref.simulator.bill import Bill
 from zero_ref.simulator.cluster import CLUSTERS, Cluster
-from zero_ref.simulator.decoders import Decoder
 from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.options import values_of
 from zero_ref.simulator.recipe import LOCAL_SGD
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
 from zero_ref.simulator.sensitivity import SWITCH
+from zero_ref.simulator.traced import Traced
 
 MFU_COUNTS = (
     "6 operations for each token and each parameter that it goes through, and those of attention over whole "
@@ -105,7 +104,6 @@ def as_json(
         "elements": scenario.numel,
         "active_elements": scenario.active,
         "trained_elements": scenario.trained_numel,
-        "parts": parts_of(scenario.architecture),
         "not_counted": list(scenario.missing),
         "tensors": len(scenario.params),
         "ranks": scenario.world_size,
@@ -118,13 +116,6 @@ def as_json(
         "not_modelled": list(NOT_MODELLED),
         "strategies": {run.strategy: _run_as_json(run, bill) for run in runs},
     }
-
-
-def parts_of(architecture: Architecture) -> dict[str, int | None]:
-    """The number of parameters in each part of a model; None if it is not known."""
-    if isinstance(architecture, Decoder):
-        return architecture.parts()
-    return {"language model": sum(param.numel for param in architecture.shapes())}
 
 
 def _run_as_json(run: SimulatedRun, bill: Bill | None) -> dict[str, Any]:
@@ -245,6 +236,11 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
             f"--checkpointing full keeps {format_bytes(leaner)} of activations, not {format_bytes(kept)}, "
             "and computes a forward more"
         )
+    if isinstance(scenario.architecture, Traced):
+        yield (
+            "traced: norms, SiLU, copies of keys and the loss are as the model's code computes them, and "
+            "attention is fused; options that say otherwise change nothing"
+        )
     if scenario.tokens_of_sequence > (positions := getattr(scenario.architecture, "positions", math.inf)):
         yield f"supposed: sequences go beyond the model's {positions:,} positions"
     if share := scenario.attention_share:
@@ -270,9 +266,6 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
             )
     if device_share := cluster.device.allocator_share:
         yield f"supposed: the allocator reserves {device_share:.0%} more than is allocated"
-    for part, numel in list(parts_of(scenario.architecture).items())[1:]:
-        counted = "parameters not known" if numel is None else f"{numel:,} parameters"
-        yield f"not simulated: {part}, {counted}"
     if scenario.active < scenario.numel:
         yield "supposed: experts get as many tokens as others"
     yield "; ".join(["not counted: starting kernels, other jobs' traffic", *scenario.missing])

@@ -589,7 +589,8 @@ def _convolved(made: Tensor, weight: Tensor, groups: int, *, transposed: bool, g
 class _OnMeta(TorchFunctionMode):
     """What the meta device answers otherwise than a GPU.
 
-    Attention is fused, where torch would write out the scores. A condition is taken as for whole sequences of
+    Attention is fused, where torch would write out the scores, and a dropout keeps a mask of a byte for each
+    element. A condition is taken as for whole sequences of
     one text each: what asks whether `all` are so goes on, and what asks whether `any` is does not.
     """
 
@@ -600,12 +601,18 @@ class _OnMeta(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _attend(*args, **(kwargs or {}))
+        if func is torch.nn.functional.dropout:
+            return _drop(*args, **(kwargs or {}))
         if func is Tensor.__bool__ and id(args[0]) in self._answers:
             return self._answers[id(args[0])][1]
         result = func(*args, **(kwargs or {}))
         if func in (Tensor.all, torch.all, Tensor.any, torch.any):
             self._answers[id(result)] = result, func in (Tensor.all, torch.all)
         return result
+
+
+def _drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
 
 
 def _attend(

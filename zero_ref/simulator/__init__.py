@@ -4,11 +4,8 @@ It needs the standard library only, so it runs without torch, and inside a web p
 
 - `ledger`: bytes a rank holds, by stage and convention, and exactly for a partition;
 - `layers`: what activations and kernels of a model depend on, layer by layer;
-- `families`: how a family of decoders is described, as a table of tensors; `dense` has those whose blocks are
-  alike, `mixtures` the others, put together from `mixers` and `experts`; `towers` has vision towers;
-- `decoders`: the parameters and the layers of a model of one of these families;
-- `architectures`: what the simulator asks of a model, and GPT-2, Llama and an MLP;
-- `rules`: what each block is, as a configuration says; `configuration` reads one, or refuses it;
+- `architectures`: what the simulator asks of a model; GPT-2, Llama, two mixtures and an MLP;
+- `configuration`: reads one of these from a configuration, without transformers;
 - `models`: the parameter shapes of published models by name, or of a module at hand;
 - `traced`: a model whose program `lab.tracing` has run on the meta device, as rules for any batch and length;
 - `lora`: adapters beside frozen weights;

@@ -4,8 +4,8 @@ ZeRO does not shard activations. They grow with the tokens that a rank computes 
 of ranks, so a rank that holds little of the model may still run out of memory.
 
 A GPT's are counted as published (Korthikanti et al., arXiv:2205.05198): dropout, biases, an MLP four times as
-wide. Those of other decoders are what autograd saves in a block of their kind
-(tests/simulator/test_activations.py). Of experts, each is given as many tokens as any other.
+wide. Those of other models are what autograd saves in their blocks (tests/simulator/test_activations.py);
+of a traced one, what it saved. Of experts, each is given as many tokens as any other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_name
-from zero_ref.simulator.architectures import Transformer, outputs_of
+from zero_ref.simulator.architectures import Transformer
 from zero_ref.simulator.autocast import cast_weights, kept_under_autocast
 from zero_ref.simulator.layers import Kept, Layer, Matrix
 from zero_ref.simulator.lora import Lora
@@ -57,8 +57,7 @@ def matrices(layer: Transformer | Layer) -> list[Matrix]:
     [('query', 4096), ('key', 1024), ('value', 1024), ('out', 4096), ('gate', 14336), ('up', 14336),
      ('down', 4096)]
 
-    Of blocks that have tables of their own (`mixtures`), the order is that of registration, and experts that
-    not all tokens go to are left out.
+    Of a mixture the order is that of registration, and experts that not all tokens go to are left out.
     """
     if not isinstance(layer, Layer) and len(layer.layers) == 1:
         (layer,) = layer.layers
@@ -70,8 +69,6 @@ def matrices(layer: Transformer | Layer) -> list[Matrix]:
     if not kind.fused_qkv:
         attention = [("query", query), ("key", key), ("value", key)]
     inside = [("gate", hidden)] * kind.gated + [("up", hidden)]
-    if kind.fused_gate:
-        inside = [("gate, up", 2 * hidden)]
     return [
         *(Matrix(name, width, outputs) for name, outputs in attention),
         Matrix("out", query, width),
@@ -104,7 +101,7 @@ def kept_of_block(layer: Transformer | Layer, sequence: int, attention: str = "f
     kept = [Kept("input", width, "input")]
     if layer.attended:
         kept += _kept_of_mixer(layer, sequence, attention)
-    if layer.attended and layer.has_mlp and not kind.parallel:
+    if layer.attended and layer.has_mlp:
         kept.append(Kept("stream", width, "stream"))
     if layer.has_mlp:
         kept += _kept_of_mlp(layer)
@@ -224,7 +221,7 @@ def activations(
     [33.4, 8.7, 16.8, 1.7]
 
     Args:
-        architecture: a preset's, or from `models.from_config`.
+        architecture: a preset's, from `models.from_config`, or traced.
         batch: sequences that one rank computes in one go (a micro-batch).
         sequence: tokens in each sequence, which may be more than the model has positions; None for as many.
         checkpointing: one of CHECKPOINTING. "every-other-block" and "by-operation" are torchtitan's.
@@ -303,7 +300,7 @@ def _outside(
     architecture: Transformer, options: _BlockOptions, *, fused_loss: bool, loss_itemsize: int
 ) -> _Outside:
     """Count the last norm, the output head and the loss."""
-    width, layers, outputs = architecture.width, architecture.layers, outputs_of(architecture)
+    width, layers, outputs = architecture.width, architecture.layers, architecture.vocabulary
     dropout = any(layer.kind.dropout for layer in layers)
     # A norm's input, and its result where the head is trained; a mask of the embedding's, or a statistic.
     of_norm = width * (options.of_stream + options.itemsize * (options.lora is None))

@@ -26,12 +26,12 @@ Source: ATen/autocast_mode.h of torch, where `layer_norm` and `rms_norm` run in 
 def reads_of_norms(layer: Layer, compiled: bool = False) -> dict[str, int]:
     """Return the number of cast copies of each result of a block's norms, by the name of its `Kept`.
 
-    Queries, keys and values may be one product, and gate and up too. A compiler casts once.
+    Queries, keys and values may be one product. A compiler casts once.
     """
     kind = layer.kind
     return {
         "normed": 1 if kind.fused_qkv or compiled else 3,
-        "normed for the MLP": 1 if kind.fused_gate or compiled else 1 + kind.gated,
+        "normed for the MLP": 1 if compiled else 1 + kind.gated,
     }
 
 

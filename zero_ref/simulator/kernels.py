@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.activations import ATTENTION, matrices as matrices_of
-from zero_ref.simulator.architectures import Transformer, outputs_of, trained
+from zero_ref.simulator.architectures import Transformer
 from zero_ref.simulator.autocast import cast_weights, reads_of_norms
 from zero_ref.simulator.device import Device
 from zero_ref.simulator.layers import Layer, Matrix
@@ -265,7 +265,7 @@ def _touched_in(layer: Layer, costs: Costs, autocast: bool) -> Touched:
     norms = min(kind.pre_norms, halves) + kind.post_norms if halves else 0
     # Of products that are one, gradients are put together as they are, and else added in the stream's dtype.
     uses = 2 * (layer.attended > 0) * (1 if kind.fused_qkv else of_stream)
-    uses += kind.gated * layer.has_mlp * (1 if kind.fused_gate else of_stream)
+    uses += kind.gated * layer.has_mlp * of_stream
     normed = layer.heads * layer.head_width + layer.key_value_heads * layer.head_width
     return Touched(
         *(
@@ -377,7 +377,7 @@ def kernels(
     if fp8:
         back = back.touching(work.casts_to_fp8 * again.products * again.blocks)
     forward = others.touching(work.casts_to_fp8).plus(work.attention).plus(work.head)
-    shapes = trained(architecture) if lora is None else with_adapters(trained(architecture), lora)
+    shapes = architecture.shapes() if lora is None else with_adapters(architecture.shapes(), lora)
     numel = sum(param.numel for param in shapes)
     return Kernels(forward, back.plus(work.head_backward), numel)
 
@@ -419,7 +419,7 @@ def _tabled(
 ) -> _Work:
     """Count the work of a model whose layers are spelled out."""
     compiled = costs is COMPILED
-    tokens, depth, outputs = batch * sequence, architecture.depth, outputs_of(architecture)
+    tokens, depth, outputs = batch * sequence, architecture.depth, architecture.vocabulary
     of_block = touched_by_token(architecture, costs, autocast=autocast)
     scale = itemsize / 2
 

@@ -35,10 +35,8 @@ class BlockKind(NamedTuple):
         pre_norms: how many norms of the residual stream there are whose results are multiplied by weights.
         post_norms: how many results are normed before they are added to the stream.
         qk_norms: queries and keys are normed.
-        parallel: attention and MLP begin with the same values.
         rotary: queries and keys are rotated; positions have no embedding.
         fused_qkv: queries, keys and values are one product.
-        fused_gate: gate and up are one product.
     """
 
     gated: bool = True
@@ -46,10 +44,8 @@ class BlockKind(NamedTuple):
     pre_norms: int = 2
     post_norms: int = 0
     qk_norms: bool = False
-    parallel: bool = False
     rotary: bool = True
     fused_qkv: bool = False
-    fused_gate: bool = False
 
 
 class Kept(NamedTuple):
@@ -104,7 +100,6 @@ class Layer(NamedTuple):
         last: those whose results nothing in backward reads.
         biased: elements of linear layers' results that have a bias.
         layer_norms: the block's norms have biases, so they are LayerNorms and no RMSNorms.
-        missing: what is not counted, for people.
     """
 
     width: int
@@ -126,7 +121,6 @@ class Layer(NamedTuple):
     last: tuple[Matrix, ...] = ()
     biased: int = 0
     layer_norms: bool = False
-    missing: tuple[str, ...] = ()
 
     @property
     def has_mlp(self) -> bool:

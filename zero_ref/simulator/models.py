@@ -18,9 +18,8 @@ from zero_ref.simulator.architectures import (
     MLP as MLP,
     Architecture as Architecture,
     Llama as Llama,
+    Mixture as Mixture,
     Transformer as Transformer,
-    outputs_of as outputs_of,
-    trained as trained,
 )
 from zero_ref.simulator.configuration import from_config as from_config
 from zero_ref.simulator.layers import ParamShape as ParamShape

@@ -8,11 +8,10 @@ from functools import cached_property
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.activations import Activations, activations
 from zero_ref.simulator.cluster import Cluster
-from zero_ref.simulator.decoders import Decoder
 from zero_ref.simulator.kernels import Kernels, kernels
 from zero_ref.simulator.ledger import StateRule, state_rule
 from zero_ref.simulator.lora import Lora, is_adapter, with_adapters
-from zero_ref.simulator.models import GPT2, Llama, ParamShape, matrices_whole, specs, trained
+from zero_ref.simulator.models import GPT2, Llama, Mixture, ParamShape, matrices_whole, specs
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.traced import Traced
 from zero_ref.simulator.training import DTYPES, Training
@@ -44,10 +43,10 @@ class RankWork(Training):
         return self.cluster if device is self.cluster.device else replace(self.cluster, device=device)
 
     @property
-    def transformer(self) -> GPT2 | Llama | Decoder | Traced | None:
+    def transformer(self) -> GPT2 | Llama | Mixture | Traced | None:
         """The architecture, if its work is known: a transformer's, or that of a model that was traced."""
         model = self.architecture
-        return model if isinstance(model, (GPT2, Llama, Decoder, Traced)) else None
+        return model if isinstance(model, (GPT2, Llama, Mixture, Traced)) else None
 
     @property
     def adapters(self) -> Lora | None:
@@ -57,7 +56,7 @@ class RankWork(Training):
     @cached_property
     def shapes(self) -> tuple[ParamShape, ...]:
         """The parameters, with the adapters beside frozen ones."""
-        shapes = trained(self.architecture)
+        shapes = self.architecture.shapes()
         return shapes if self.adapters is None else with_adapters(shapes, self.adapters)
 
     @cached_property
@@ -86,7 +85,7 @@ class RankWork(Training):
     def active(self) -> int:
         """Parameters that a token goes through: of experts those that it is sent to."""
         model = self.transformer
-        if not isinstance(model, (Decoder, Traced)):
+        if model is None:
             return self.numel
         return model.active + (0 if self.lora is None else self.trained_numel)
 
@@ -94,7 +93,7 @@ class RankWork(Training):
     def missing(self) -> tuple[str, ...]:
         """Parts of the model that activations and time do not count, in words for people."""
         model = self.transformer
-        return model.missing if isinstance(model, (Decoder, Traced)) else ()
+        return model.missing if isinstance(model, Traced) else ()
 
     @cached_property
     def activations(self) -> Activations:
@@ -217,9 +216,7 @@ class RankWork(Training):
     def _tied(self) -> bool:
         """The output head is the embedding."""
         model = self.transformer
-        if isinstance(model, Traced):
-            return model.tied
-        return model is not None and model.head is None and getattr(model, "tied", isinstance(model, GPT2))
+        return model is not None and model.tied
 
     @property
     def _state_itemsize(self) -> int:
