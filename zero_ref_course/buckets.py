@@ -1,10 +1,10 @@
-"""Chapter 5's graders: a flat tensor that parameters are views of, the calls of a step, what to copy."""
+"""Chapter 5's graders: a flat tensor that parameters are views of, and the calls of a step."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, combinations
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,10 @@ from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.simulator.messages import broadcasts_of_buckets
-from zero_ref.simulator.models import from_module, shapes
+from zero_ref.simulator.models import from_module
 from zero_ref.simulator.schedule import ddp_buckets
-from zero_ref_course import Answer, call_text, exercise, in_words, shown
-from zero_ref_course._cases import Form, check_cases, is_whole, list_of, named
+from zero_ref_course import Answer, exercise, in_words, shown
+from zero_ref_course._cases import Form, check_cases, list_of, named
 from zero_ref_course._company import on_ranks
 from zero_ref_course.predictions import prediction
 
@@ -309,109 +309,6 @@ _WRONG_RULES: dict[str, Callable[[Case, bool], Pairs]] = {
     ],
 }
 """Wrong rules that a reader may have written, by the message about each."""
-
-
-# -------------------------------------------------------------------------------------- worth copying
-
-CHOSEN = Form(
-    lambda value: isinstance(value, (list, tuple, set)),
-    "It must return the numbers of the parameters to copy, as a list.",
-)
-
-
-@exercise("buckets.worth_copying")
-def worth_copying(answer: Answer) -> str:
-    """Check the choice with the least time: against every choice on small models, by the rule on GPT-2."""
-    fixed_us, bytes_per_us = 100, 5_000
-    for sizes in _SMALL + answer.drawn(lambda rng: [1000 * rng.randint(1, 500) for _ in range(6)]):
-        best = min(
-            _time_us(sizes, chosen, fixed_us, bytes_per_us)
-            for count in range(len(sizes) + 1)
-            for chosen in combinations(range(len(sizes)), count)
-        )
-        _compare_times(answer, sizes, best, fixed_us, bytes_per_us)
-    sizes = [4 * shape.numel for shape in shapes("gpt2")]
-    one_by_one = _time_us(sizes, [], fixed_us, bytes_per_us)
-    right = _best(sizes, fixed_us, bytes_per_us)
-    best = _time_us(sizes, right, fixed_us, bytes_per_us)
-    _compare_times(answer, sizes, best, fixed_us, bytes_per_us)
-    return (
-        f"{len(_SMALL)} small models and GPT-2, where copying {len(right)} of {len(sizes)} tensors leaves "
-        f"{best / 1000:.1f} ms of {one_by_one / 1000:.1f}"
-    )
-
-
-# With 100 us a message and 5,000 bytes copied in each, twice, copying pays below 250,000 bytes.
-_SMALL: list[list[int]] = [
-    [1_000, 2_000_000, 1_000, 3_000, 400_000],
-    [1_000_000, 2_000_000],
-    [1_000, 2_000, 4_000],
-    [2_000_000, 1_000],
-    [240_000, 230_000, 245_000],
-    [240_000, 260_000, 400, 300_000, 1_000_000, 400],
-    [100_000, 400_000, 150_000, 500_000],
-    [],
-]
-"""Models with few small parameters, none, only such, one; small ones that save less than a message costs."""
-
-
-def _time_us(sizes: Sequence[int], copied: Sequence[int], fixed_us: float, bytes_per_us: float) -> float:
-    """The microseconds of a choice without the time of its bytes on the wire, the same for every choice."""
-    messages = len(sizes) - len(copied) + bool(copied)
-    return messages * fixed_us + 2 * sum(sizes[i] for i in copied) / bytes_per_us
-
-
-def _best(sizes: Sequence[int], fixed_us: float, bytes_per_us: float) -> list[int]:
-    small = [i for i, nbytes in enumerate(sizes) if 2 * nbytes / bytes_per_us < fixed_us]
-    return min([], small, key=lambda copied: _time_us(sizes, copied, fixed_us, bytes_per_us))
-
-
-def _chosen(answer: Answer, sizes: list[int], fixed_us: int, bytes_per_us: int) -> list[int]:
-    """Return the answer's list of positions, sorted, once it is one."""
-    returned = CHOSEN.returned_by(answer, sizes, fixed_us, bytes_per_us)
-    call = call_text(answer.name, sizes, fixed_us, bytes_per_us)
-    for number in returned:
-        exists = is_whole(number) and 0 <= number < len(sizes)
-        assert exists, (
-            f"{call} returned {shown(returned)}, and {number!r} is not the number of a parameter. There are "
-            f"{len(sizes)}, numbered from 0."
-        )
-    assert len(set(returned)) == len(returned), f"{call} lists a parameter twice: {shown(returned)}."
-    return sorted(returned)
-
-
-def _compare_times(answer: Answer, sizes: list[int], best: float, fixed_us: int, bytes_per_us: int) -> None:
-    theirs = _chosen(answer, sizes, fixed_us, bytes_per_us)
-    took = _time_us(sizes, theirs, fixed_us, bytes_per_us)
-    right = _best(sizes, fixed_us, bytes_per_us)
-    assert took <= best * (1 + 1e-9), (
-        f"{call_text(answer.name, sizes, fixed_us, bytes_per_us)} chose {shown(theirs)}: {took:,.0f} us "
-        f"beside the bytes on the wire. {shown(right)} takes {best:,.0f} us. "
-        + _why_slow(sizes, theirs, right, fixed_us, bytes_per_us)
-    )
-
-
-def _why_slow(
-    sizes: Sequence[int], theirs: Sequence[int], right: Sequence[int], fixed_us: int, bytes_per_us: int
-) -> str:
-    pays = [i for i, nbytes in enumerate(sizes) if 2 * nbytes / bytes_per_us < fixed_us]
-    if not right and theirs == pays:
-        return (
-            "Each of these alone is quicker to copy than to send as a message, but the buffer is a message "
-            "too. Together they must save more than it costs."
-        )
-    too_large = [i for i in theirs if i not in pays]
-    if too_large:
-        i = too_large[0]
-        return (
-            f"Copying {sizes[i]:,} bytes into the buffer on one side and out of it on the other takes "
-            f"{2 * sizes[i] / bytes_per_us:,.0f} us; a message of their own costs {fixed_us:,} us."
-        )
-    i = next(i for i in right if i not in theirs)
-    return (
-        f"Parameter {i} could go with the others: copying its {sizes[i]:,} bytes twice takes "
-        f"{2 * sizes[i] / bytes_per_us:,.1f} us, and saves a message of {fixed_us:,} us."
-    )
 
 
 # --------------------------------------------------------------------------------------- predictions

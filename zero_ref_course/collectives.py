@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -205,112 +204,6 @@ def _mistake_in_round(outcomes: list[_Outcome], sizes: list[int], seed: int) -> 
     )
 
 
-# ------------------------------------------------------------------------------------------ find the impostor
-
-PAYLOAD = 4 * 2**20
-
-
-class _Library(NamedTuple):
-    """A library on a number of ranks, by how many payloads it sends for each operation."""
-
-    world_size: int
-    sent: Mapping[str, float]
-    payload: int = PAYLOAD
-
-
-LIBRARIES = [
-    _Library(4, {"all_reduce": 6, "broadcast": 3, "all_gather": 3, "reduce_scatter": 6, "exchange": 3}),
-    _Library(2, {"all_reduce": 2, "broadcast": 1, "all_gather": 1, "reduce_scatter": 2, "exchange": 1}),
-    _Library(8, {"all_reduce": 14, "broadcast": 7, "all_gather": 7, "reduce_scatter": 14}),
-    _Library(4, {"all_reduce": 6, "reduce_scatter": 3, "all_gather": 3, "broadcast": 3}),
-    _Library(4, {"reduce_scatter": 3, "all_gather": 6, "broadcast": 3}),
-    _Library(8, {"broadcast": 14, "all_reduce": 14, "exchange": 7, "reduce_scatter": 14}, 10**9),
-    _Library(64, {"reduce_scatter": 126, "all_gather": 63, "all_reduce": 126}, 10**8),
-    _Library(1, {"all_reduce": 0, "reduce_scatter": 0}),
-    _Library(4, {"all_reduce": 12, "reduce_scatter": 3.09, "all_gather": 3.24, "broadcast": 1.5}),
-]
-"""Gloo on 2, 4 and 8 ranks, an honest library, libraries with other impostors, a single rank, and a library
-in which every operation is off."""
-
-OVERHEAD = 1.004
-"""The bytes on the wire, with the headers of packets, over the bytes of the messages."""
-
-
-@exercise("collectives.find_the_impostor")
-def find_the_impostor(answer: Answer) -> str:
-    """Check the operations that put another collective's bytes on the wire, in several libraries."""
-    for library in LIBRARIES + answer.drawn(_drawn_library):
-        n, payload = library.world_size, library.payload
-        sent = {op: round(OVERHEAD * times * payload) for op, times in library.sent.items()}
-        call = f"{answer.name}({payload}, {n}, {_table(sent)})"
-        try:
-            found = answer(payload, n, dict(sent))
-        except ExerciseFailed as failure:
-            by_0 = n == 1 and "ZeroDivisionError" in str(failure)
-            raise ExerciseFailed(f"{failure}{'. On one rank theory is 0 bytes.' * by_0}") from None
-        is_list = isinstance(found, (list, tuple, set)) and all(isinstance(op, str) for op in found)
-        assert is_list, f"{call} returned {shown(found)}. It must return a list of operations."
-        theory = {op: traffic(op, payload, n).total_bytes for op in sent}
-        right = [op for op in sent if abs(sent[op] - theory[op]) > 0.05 * theory[op]]
-        if set(found) != set(right):
-            accuses_all = n > 1 and set(found) == set(sent)
-            mistake = _mistake_in_theory(answer, sent, payload, n) if accuses_all else ""
-            raise AssertionError(
-                f"{call} returned {shown(list(found))}. "
-                + (mistake or _mistake(right, list(found), sent, payload, n))
-            )
-    return f"the impostors of {len(LIBRARIES)} libraries"
-
-
-def _drawn_library(rng: random.Random) -> _Library:
-    n = 2 ** rng.randint(1, 8)
-    factors = {op: rng.choice((1, 1, 1.02, 1.2, 2)) for op in ("all_reduce", "broadcast", "all_gather")}
-    return _Library(n, {op: times * traffic(op, 1, n).total_bytes for op, times in factors.items()}, 10**7)
-
-
-def _table(sent: Mapping[str, int]) -> str:
-    return "{" + ", ".join(f"{op!r}: {nbytes}" for op, nbytes in sent.items()) + "}"
-
-
-def _mistake_in_theory(answer: Answer, sent: Mapping[str, int], payload: int, world_size: int) -> str:
-    """The mistake of an answer that accuses every operation: the wrong bytes for which it accuses none."""
-    theory = {op: traffic(op, payload, world_size) for op in sent}
-    if not answer(payload, world_size, {op: round(load.total_bytes) for op, load in theory.items()}):
-        return (
-            "The network adds some bytes to each packet, so no measurement is equal to the theory: "
-            "allow for 5%."
-        )
-    if not answer(payload, world_size, {op: round(load.busiest_bytes) for op, load in theory.items()}):
-        return "Compare with what all ranks together send: `total_bytes`."
-    return ""
-
-
-def _mistake(
-    right: list[str], found: list[str], sent: Mapping[str, int], payload: int, world_size: int
-) -> str:
-    unknown = [op for op in found if op not in sent]
-    if unknown:
-        return f"{unknown[0]!r} was not measured."
-    accused = [op for op in found if op not in right]
-    if accused and world_size == 1:
-        return "One rank has nobody to send to: 0 bytes are right."
-    if accused:
-        return (
-            f"{accused[0]!r} sends what its name promises. What does theory say of it on {world_size} ranks?"
-        )
-    missed = next(op for op in right if op not in found)
-    if missed == "reduce_scatter":
-        return (
-            "'reduce_scatter' sends as much as an all-reduce: N - 1 payloads would do. Compare with the "
-            'theory, backend="nccl", not with what Gloo is known to do.'
-        )
-    needed = traffic(missed, 1, world_size).total_bytes
-    return (
-        f"{missed!r} sends {sent[missed] / payload / needed:.2f} times what it needs, and that is more "
-        "than 5% off. A reduce-scatter is not the only one that may pretend."
-    )
-
-
 # -------------------------------------------------------------------------------------------- small or large
 
 LINKS = [
@@ -398,12 +291,3 @@ def _impostor() -> str:
     return max(
         FIVE, key=lambda op: traffic(op, 1, 8, backend="gloo").total_bytes / traffic(op, 1, 8).total_bytes
     )
-
-
-@prediction(
-    "collectives.source",
-    "Gloo broadcasts from rank 0 to seven others: how many times does rank 0 send the payload?",
-    unit="times",
-)
-def _sent_by_the_source() -> float:
-    return traffic("broadcast", 1, 8, backend="gloo").busiest_bytes

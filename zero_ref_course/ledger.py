@@ -1,8 +1,7 @@
-"""Chapter 1's graders: the ranks that a run needs, the better of two remedies, the floor of the memory."""
+"""Chapter 1's graders: the ranks that a run needs, and the floor of the memory."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from itertools import starmap
@@ -16,7 +15,7 @@ from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.ledger import FP32_16, format_bytes, ledger
 from zero_ref.simulator.models import shapes
 from zero_ref.simulator.schedule import schedule
-from zero_ref_course import Answer, exercise, shown
+from zero_ref_course import Answer, exercise
 from zero_ref_course._cases import Form, check_cases, is_number, is_whole, named
 from zero_ref_course.predictions import prediction
 
@@ -189,93 +188,9 @@ _MISTAKES = {
 """Mistakes in the division, in the quotient, or in both, by the message about each."""
 
 
-# ----------------------------------------------------------------------- why a run did not shrink as much
-
-BALANCED = [9_000, 8_000, 8_000, 7_000, 600, 500, 500, 400]
-ONE_LARGE = [60_000, 2_000, 2_000, 1_000, 500]
-RECOMMENDER = [10**9, 256 * 1024, 1024, 1024 * 256, 256]
-HALF_IN_ONE = [55 * 10**6, *[3 * 10**6] * 15]
-
-
-@exercise("ledger.what_would_help", on_ranks=True)
-def what_would_help(answer: Answer) -> str:
-    """Check the better of two remedies and its saving, under stage 1: two real runs, three on paper."""
-    for name, numels in (("an even model", BALANCED), ("a model with one large tensor", ONE_LARGE)):
-        held = _fullest(ranks.run(_step_under_zero, 2, numels))
-        _check_remedy(answer, f"{name} on 2 real ranks", numels, 2, held)
-    on_paper = {
-        ("Llama-3-8B", 64): [shape.numel for shape in shapes("llama3-8b")],
-        ("a recommender", 16): RECOMMENDER,
-        ("a model with half of it in one tensor", 8): HALF_IN_ONE,
-    }
-    drawn = enumerate(answer.drawn(lambda rng: ([*rng.choices(range(500, 10**6), k=9)], rng.randint(2, 30))))
-    on_paper |= {(f"model {number}", n): numels for number, (numels, n) in drawn}
-    for (name, n), numels in on_paper.items():
-        _check_remedy(answer, f"{name} on {n} ranks", numels, n, _predicted(numels, n))
-    return "2 runs on real ranks, 3 on paper"
-
-
-REMEDY = Form(
-    lambda value: isinstance(value, (tuple, list)) and len(value) == 2 and is_number(value[1]),
-    "Return two values: a remedy, a number of bytes.",
-)
-
-
-def _check_remedy(answer: Answer, run: str, numels: Sequence[int], n: int, held: HeldBytes) -> None:
-    remedy, saved = REMEDY.returned_by(answer, list(numels), n, held)
-    saved_by = {
-        "stage 2": held.gradients - held.gradients / n,
-        "even partition": held.optimizer_state - 8 * sum(numels) / n,
-    }
-    assert remedy in saved_by, f'The remedy is "stage 2" or "even partition", not {shown(remedy)}.'
-    best = max(saved_by, key=lambda name: saved_by[name])
-    # Step counters, 4 bytes a tensor, may count as saved or as kept.
-    is_right = remedy == best and abs(saved - saved_by[best]) <= 4 * len(numels)
-    assert is_right, (
-        f"{run}: {sum(numels):,} elements, {max(numels):,} of them in the largest tensor; the fullest rank "
-        f"holds {held}. {answer.name} says that {remedy!r} saves {saved:,.0f} bytes. "
-        + _mistake_in_remedy(remedy, saved, held, n, sum(numels), saved_by)
-    )
-
-
-def _mistake_in_remedy(
-    remedy: str, saved: float, held: HeldBytes, n: int, elements: int, saved_by: dict[str, float]
-) -> str:
-    def is_(nbytes: float, rel_tol: float = 1e-3) -> bool:
-        return math.isclose(saved, nbytes, rel_tol=rel_tol)
-
-    state = held.optimizer_state
-    mistakes = {
-        "even partition": {
-            "But that state is one rank's share already. An even share is 1/N of the state of all ranks "
-            "together: 8 bytes for each element of the model, divided by N.": is_(state - state / n),
-            "AdamW in fp32 keeps 8 bytes an element, two numbers and no copy: an even share is "
-            f"8 x {elements:,} / {n}.": is_(state - 12 * elements / n),
-            "Not all of the state goes: an even share, 1/N of all ranks' state, stays.": is_(state),
-        },
-        "stage 2": {
-            "But a rank keeps the gradients of what it owns: 1/N of them stays.": is_(held.gradients),
-            "Those are the parameters and the gradients. Stage 2 divides the gradients; parameters wait for "
-            "stage 3.": is_((held.parameters + held.gradients) * (1 - 1 / n)),
-        },
-    }
-    rest = (
-        "Stage 2 leaves 1/N of the gradients on the rank, so it takes away the rest: "
-        f"{held.gradients:,} - 1/{n} of it."
-    )
-    # Whoever looks at what is largest now does not pass over gradients that are.
-    passed_over = remedy == "even partition" and held.gradients > state
-    other = f"It does, but the other remedy saves {max(saved_by.values()):,.0f}. " + (
-        rest if passed_over else "Compare what each would take away, not what is largest now."
-    )
-    return named(
-        mistakes[remedy] | {other: is_(saved_by[remedy], rel_tol=1e-2), rest: is_(held.gradients / n)},
-        "Stage 2 would leave 1/N of the gradients. An even partition would leave 1/N of the whole model's "
-        "state, 8 bytes an element. Subtract each from what the rank holds now.",
-    )
-
-
 # ---------------------------------------------------------------------------------------------- the floor
+
+ONE_LARGE = [60_000, 2_000, 2_000, 1_000, 500]
 
 
 @exercise("ledger.floor", on_ranks=True)

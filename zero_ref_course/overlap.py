@@ -1,8 +1,7 @@
-"""Graders of the chapter on overlap: a bucket size beside others, reductions in time, a hook beside Adam."""
+"""Graders of the chapter on overlap: reductions in time, and a hook beside Adam."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,82 +22,13 @@ from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.operations import COMPUTE, NETWORK
 from zero_ref.simulator.scenario import Scenario
-from zero_ref.simulator.timeline import BucketTimes, Event, Timeline, bucket_times, simulate
-from zero_ref_course import Answer, call_text, exercise, in_words, shown
+from zero_ref.simulator.timeline import BucketTimes, Event, Timeline, simulate
+from zero_ref_course import Answer, exercise, in_words, shown
 from zero_ref_course._cases import list_of, named
 from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course._pictures import timelines
 from zero_ref_course._rehearsal import HookBucket, rehearse
 from zero_ref_course.predictions import prediction
-
-# ---------------------------------------------------------------------------------------- the bucket size
-
-LINKS = [  # bytes, backward ms, latency ms, GB/s
-    (1e9, 100.0, 0.05, 25.0),
-    (1e9, 100.0, 2.0, 25.0),
-    (100e6, 50.0, 0.5, 1.0),
-    (3e9, 1000.0, 10.0, 12.0),
-    (10e6, 5.0, 0.02, 10.0),
-    (100e6, 400.0, 30.0, 10.0),
-]
-"""A short latency, a long one, a link too slow to hide, a large model, a small one, one bucket is best."""
-
-COUNTS = [*range(1, 65), *(round(64 * 1.05**i) for i in range(1, 48))]
-TOLERANCE = 1.1
-MOST_BUCKETS = 20_000
-
-
-@exercise("overlap.bucket_size", draws=timelines)
-def bucket_size(answer: Answer) -> str:
-    """Check that an iteration with the answer's bucket size takes hardly longer than with the best size."""
-    for link in LINKS + answer.drawn(_drawn_link, 4):
-        nbytes, _, latency_ms, _ = link
-        chosen = answer(*link)
-        call = f"{call_text(answer.name, *link)} returned {shown(chosen)}"
-        is_size = isinstance(chosen, (int, float)) and math.isfinite(chosen) and chosen > 0
-        assert is_size, f"{call}. It must return a number of bytes above 0."
-        assert nbytes / chosen <= MOST_BUCKETS, (
-            f"{call}. It must return the bytes of one bucket, not MB and not the number of buckets: this "
-            f"would make {nbytes / chosen:,.0f} buckets."
-        )
-        best = min(COUNTS, key=lambda count, link=link: _iteration_ms(nbytes / count, *link))  # type: ignore[misc]
-        theirs, right = (simulate(_buckets(size, *link), "interleaved") for size in (chosen, nbytes / best))
-        answer.shows(theirs, right)
-        shortest_ms, taken_ms = right.makespan_ms, theirs.makespan_ms
-        if taken_ms > TOLERANCE * shortest_ms:
-            buckets = _buckets(chosen, *link)
-            last_ms = buckets[-1].reduce_ms + buckets[-1].broadcast_ms
-            raise AssertionError(
-                f"{call}: an iteration takes {taken_ms:.1f} ms, where {nbytes / best / 1e6:.3g} MB take "
-                f"{shortest_ms:.1f} ms. "
-                + (
-                    f"Each of the {2 * len(buckets)} calls pays the latency of {latency_ms:g} ms: the "
-                    "buckets are too small."
-                    if len(buckets) > best
-                    else f"The last bucket is reduced and sent after backward, and nothing hides its "
-                    f"{last_ms:.1f} ms: the buckets are too large."
-                )
-            )
-    return f"{len(LINKS)} models and links, each within 10% of the best of {len(COUNTS)} bucket sizes"
-
-
-def _drawn_link(rng: random.Random) -> tuple[float, float, float, float]:
-    return 1e6 * rng.randint(50, 2000), rng.uniform(50, 800), rng.uniform(0.3, 20), rng.uniform(2, 40)
-
-
-def _buckets(
-    size: float, nbytes: float, backward_ms: float, latency_ms: float, gb_per_s: float
-) -> list[BucketTimes]:
-    # A size rounded down leaves a rest of a few bytes, which nobody means to send by itself.
-    size = nbytes / math.ceil(nbytes / size - 1e-3) if nbytes > size else size
-    return bucket_times(
-        nbytes, size, world_size=8, latency_ms=latency_ms, gb_per_s=gb_per_s, backward_ms=backward_ms
-    )
-
-
-def _iteration_ms(size: float, *link: float) -> float:
-    return simulate(_buckets(size, *link), "interleaved").makespan_ms
-
 
 # ------------------------------------------------------------------------- reduce while backward goes on
 

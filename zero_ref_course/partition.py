@@ -328,19 +328,6 @@ def _fullest_of_64() -> float:
 
 
 @prediction(
-    "partition.sorting",
-    "Without the sorting, on how many ranks does the fullest rank lose most?",
-    choices=("2 ranks", "15 ranks", "64 ranks"),
-)
-def _unsorted_hurts() -> str:
-    llama = [shape.numel for shape in shapes("llama3-8b")]
-    ratio = {
-        n: max(registration_greedy(llama, n).loads) / max(sorted_greedy(llama, n).loads) for n in (2, 15, 64)
-    }
-    return f"{max(ratio, key=ratio.__getitem__)} ranks"
-
-
-@prediction(
     "partition.even",
     "Llama 3 8B, even split, 1,024 ranks: how much optimizer state of Adam does the fullest rank keep?",
     unit="MB",

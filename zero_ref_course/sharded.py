@@ -1,4 +1,4 @@
-"""Graders of the chapter on sharded gradients: one order of buckets, a reduction in two parts, groups."""
+"""Graders of the chapter on sharded gradients: one order of buckets, a mean over unequal passes."""
 
 from __future__ import annotations
 
@@ -6,33 +6,22 @@ import math
 import random
 from collections.abc import Sequence
 from itertools import permutations, starmap
-from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives
-from zero_ref.lab import ranks, virtual
-from zero_ref.lab.meter import bytes_sent_by, recording
-from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.lab.meter import recording
 from zero_ref.plan.calls import Call
-from zero_ref.plan.partition import ParamSpec
-from zero_ref.plan.rules import sorted_greedy
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.ledger import nbytes_of
-from zero_ref.simulator.models import MODELS, shapes, specs
+from zero_ref.simulator.models import shapes, specs
 from zero_ref.simulator.play import play
 from zero_ref.simulator.price import Workload
-from zero_ref.simulator.recipe import recipe
-from zero_ref.simulator.scenario import Scenario
-from zero_ref.simulator.schedule import calls_of_rank, schedule
-from zero_ref.simulator.traffic import traffic
-from zero_ref_course import Answer, call_text, exercise, in_words, shown
-from zero_ref_course._cases import Form, check_cases, is_number, is_whole, list_of, named
+from zero_ref.simulator.schedule import schedule
+from zero_ref_course import Answer, exercise, in_words, shown
+from zero_ref_course._cases import Form, check_cases, is_whole, list_of, named
 from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course._pictures import reductions
 from zero_ref_course.predictions import prediction
@@ -113,231 +102,121 @@ def _mistake_in_order(
     )
 
 
-# ------------------------------------------------------------------------------- a reduction in two parts
+# ------------------------------------------------------------------------------ a mean over all tokens
 
-WORLDS = [(2, 3), (2, 2), (3, 2), (4, 1), (1, 3), (1, 1)]
-"""The ranks of a group, and the number of groups."""
-SHARE = 6
+TOKENS = [
+    [[1, 6, 3], [2, 2, 4], [9, 1, 5]],
+    [[4, 1], [3, 8]],
+    [[2, 2], [2, 2]],  # every mean is right here
+    [[5], [1], [2], [7]],
+    [[3, 1, 4]],
+]
+"""The tokens of each pass of each rank. The first three ranks show most mistakes."""
 
-Worlds = tuple[list[virtual.World], list[virtual.World]]
-
-
-class _Reduced(NamedTuple):
-    """The value that a rank returned, and its calls within its group and between groups."""
-
-    value: Any
-    within: list[Call]
-    between: list[Call]
+SHARE = 4
+"""The elements of a rank's share."""
 
 
-@exercise("sharded.reduce_in_groups", seconds=20.0, on_ranks=True)
-def reduce_in_groups(answer: Answer) -> str:
-    """Check gradients reduced within groups and then between them, on virtual and on four real ranks."""
-    for group, groups in WORLDS + answer.drawn(lambda rng: (rng.randint(1, 4), rng.randint(1, 3)), 3):
-        of_ranks = on_virtual_ranks(
-            _reduce_on_a_virtual_rank,
-            group * groups,
+class _Outcome(NamedTuple):
+    """The share that a rank returned, and the calls that it made."""
+
+    share: list[float] | None
+    calls: list[Call]
+
+
+@exercise("sharded.token_mean", seconds=20.0, on_ranks=True)
+def token_mean(answer: Answer) -> str:
+    """Check the gradient of the mean over all tokens, on virtual ranks and on three real ones."""
+    cases = [*TOKENS, *answer.drawn(_drawn_tokens, 3)]
+    for tokens in cases:
+        outcomes = on_virtual_ranks(
+            _averaged,
+            len(tokens),
             answer,
-            ([virtual.World(group) for _ in range(groups)], [virtual.World(groups) for _ in range(group)]),
-            waiting=lambda why, n=group, m=groups: (  # type: ignore[misc]
-                f"in {m} groups of {n}, ranks wait for each other: {why} Every rank makes the same calls: "
-                "one among the ranks of its group, and one among those that have the same share."
-            ),
+            tokens,
+            waiting=lambda said: f"ranks wait for each other: {said} All ranks make the same calls.",
         )
-        _check_reduced(answer, group, of_ranks)
-    _check_reduced(answer, 2, on_ranks(_reduce_on_a_real_rank, 4, answer, 2))
-    return f"the mean over all ranks in {len(WORLDS)} worlds, and on 4 real ranks in 2 groups"
+        _check_mean(answer, tokens, outcomes)
+    _check_mean(answer, TOKENS[0], on_ranks(_averaged_here, 3, answer, TOKENS[0]))
+    return f"{len(cases)} updates on 1 to 4 ranks, and one of them on three real ranks"
 
 
-def _whole_gradient(rank: int, group: int, seed: int) -> torch.Tensor:
-    return torch.randn(group * SHARE, generator=torch.Generator().manual_seed(1000 * seed + rank))
+def _drawn_tokens(rng: random.Random) -> list[list[int]]:
+    passes = rng.randint(1, 4)
+    return [[rng.randint(1, 20) for _ in range(passes)] for _ in range(rng.randint(1, 4))]
 
 
-def _reduce_on_a_virtual_rank(comm: Collectives, answer: Answer, worlds: Worlds) -> _Reduced:
-    of_groups, of_places = worlds
-    number, place = divmod(comm.rank, len(of_places))
-    return _reduce_here(
-        answer, comm.rank, of_groups[number].collectives(place), of_places[place].collectives(number)
-    )
+def _passes_of(rank: int, tokens: Sequence[Sequence[int]], seed: int) -> list[tuple[torch.Tensor, int]]:
+    """Each element tells its share, its pass and its rank; with a seed, the answer cannot know them."""
+    secret = random.Random(f"{seed} {rank}").randrange(100) if seed else 0
+    base = torch.arange(len(tokens)).repeat_interleave(SHARE) * 1000.0
+    return [(base + 60 * i + 8 * 2.0**rank + secret, count) for i, count in enumerate(tokens[rank])]
 
 
-def _reduce_on_a_real_rank(answer: Answer, group: int) -> _Reduced:
-    shape = dist.get_world_size() // group, group
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shard"))
-    within, between = (as_collectives(mesh[name].get_group()) for name in ("shard", "replicas"))
-    return _reduce_here(answer, dist.get_rank(), within, between)
+def _averaged_here(answer: Answer, tokens: Sequence[Sequence[int]]) -> _Outcome:
+    return _averaged(as_collectives(None), answer, tokens)
 
 
-def _reduce_here(answer: Answer, rank: int, within: Collectives, between: Collectives) -> _Reduced:
-    arguments = _whole_gradient(rank, within.world_size, answer.seed), within, between
-    with (
-        recording(within) as calls_within,
-        recording(between) as calls_between,
-        in_words("flat, within, between", answer, *arguments),
-    ):
-        value = answer(*arguments)
-    return _Reduced(value, calls_within, calls_between)
+def _averaged(comm: Collectives, answer: Answer, tokens: Sequence[Sequence[int]]) -> _Outcome:
+    passes = _passes_of(comm.rank, tokens, answer.seed)
+    said = f"comm, {len(passes)} passes of {', '.join(map(str, tokens[comm.rank]))} tokens"
+    with recording(comm, checks=True) as calls, in_words(said, answer, comm, passes):
+        share = answer(comm, passes)
+    is_share = isinstance(share, torch.Tensor) and share.numel() == SHARE
+    return _Outcome(share.detach().flatten().tolist() if is_share else None, list(calls))
 
 
-def _check_reduced(answer: Answer, group: int, of_ranks: Sequence[_Reduced]) -> None:
-    size = len(of_ranks)
-    gradients = torch.stack([_whole_gradient(rank, group, answer.seed) for rank in range(size)])
-    for rank, found in enumerate(of_ranks):
-        where = f"{answer.name} on rank {rank} of {size}, in groups of {group},"
-        is_share = isinstance(found.value, torch.Tensor) and found.value.numel() == SHARE
-        assert is_share, (
-            f"{where} must return this rank's share, {SHARE} of {group * SHARE} elements; it returned "
-            f"{shown(found.value)}."
-        )
-        between = sum(call.nbytes for call in found.between)
-        assert between <= 4 * SHARE or size == group, (
-            f"{where} sends {between} bytes between groups; {4 * SHARE} are enough, one share. The links "
-            "between groups are the slow ones: reduce within the group first."
-        )
-        others = {call.op for call in found.within} - {"reduce_shares"}
-        assert not others, (
-            f"{where} calls {', '.join(sorted(others))} within the group. There each rank needs one share: "
-            "within.reduce_shares moves half as many bytes as an all-reduce."
-        )
-        _check_share(where, found.value.flatten(), gradients, rank, group)
-
-
-def _check_share(where: str, value: torch.Tensor, gradients: torch.Tensor, rank: int, group: int) -> None:
-    size, place = len(gradients), rank % group
-    shares = gradients.view(size, group, SHARE)[:, place]
-    own = slice(rank - place, rank - place + group)
-
-    def is_(other: torch.Tensor) -> bool:
-        return torch.allclose(value, other, rtol=1e-4, atol=1e-6)
-
-    if is_(shares.mean(0)):
-        return
+def _check_mean(answer: Answer, tokens: Sequence[Sequence[int]], outcomes: Sequence[_Outcome]) -> None:
+    of_ranks = [
+        [(g.view(-1, SHARE), count) for g, count in _passes_of(rank, tokens, answer.seed)]
+        for rank in range(len(tokens))
+    ]
+    flat = [pair for passes in of_ranks for pair in passes]
+    in_all = sum(count for _, count in flat)
+    right = _weighed(flat) / in_all
     mistakes = {
-        f"It is the sum over all {size} ranks: divide by their number.": is_(shares.sum(0)),
-        "It is the mean over this rank's group alone. Other groups have gradients, too.": (
-            is_(shares[own].mean(0)) or is_(shares[own].sum(0)) or is_(shares[own].sum(0) / size)
+        "That is the mean of all passes, as if each had as many tokens. Weigh each gradient by its tokens.": (
+            torch.stack([g for g, _ in flat]).mean(0)
         ),
-        "It is not divided by the number of groups: an all-reduce adds up.": is_(shares.sum(0) / group),
-        "It is not divided by the ranks of the group: reduce_shares adds up.": (
-            is_(shares.sum(0) * group / size)
-        ),
-        "It is this rank's own gradient, reduced between groups and not within.": any(
-            is_(gradients[place::group].view(-1, group, SHARE)[:, one].mean(0)) for one in range(group)
-        ),
+        "That weighs the passes of a rank, and then takes the ranks as equal. Divide once, by the tokens of "
+        "all ranks.": torch.stack([_weighed(one) / sum(n for _, n in one) for one in of_ranks]).mean(0),
+        "That is the sum over all tokens. Divide by their number.": right * in_all,
+        "That is the sum of all passes' means.": torch.stack([g for g, _ in flat]).sum(0),
     }
-    raise AssertionError(
-        f"{where} returns other values than its share of the mean over all ranks. "
-        + named(mistakes, "First the sum within the group, then the sum of the groups' sums.")
-    )
+    for rank, outcome in enumerate(outcomes):
+        where = f"{answer.name} on rank {rank} of {len(tokens)}, whose passes have {tokens[rank]} tokens,"
+        assert outcome.share is not None, (
+            f"{where} must return a tensor of {SHARE} elements: this rank's share of the gradient."
+        )
+        value, expected = outcome.share[0], float(right[rank][0])
+        assert all(math.isclose(one, expected, rel_tol=1e-5) for one in outcome.share), (
+            f"{where} returned {value:g} and it should be {expected:g}. "
+            + named(
+                {text: _is_near(value, one[rank]) for text, one in mistakes.items()}
+                | {"That is the share of another rank.": any(_is_near(value, one) for one in right)},
+                "Multiply each gradient by its tokens, add up, and divide by the tokens of all ranks.",
+            )
+        )
+        _check_calls(where, outcome.calls, len(tokens))
 
 
-# ----------------------------------------------------------------------------------- bytes of hybrid groups
-
-HYBRID = [(2, 8), (4, 8), (8, 64), (8, 8), (1, 4), (16, 512), (1, 1)]
-"""The ranks of a group, and all ranks."""
-CLOSE = 1e-3
-WITHIN_AND_BETWEEN = Form(
-    list_of(is_number, 2),
-    "It must return two numbers: bytes within the group, and bytes between groups.",
-)
+def _weighed(passes: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    return torch.stack([gradient * count for gradient, count in passes]).sum(0)
 
 
-@exercise("sharded.hybrid_bytes", on_ranks=True)
-def hybrid_bytes(answer: Answer) -> str:
-    """Check a rank's bytes within its group and between groups: by the simulator, the sum by real ranks."""
-    groups = HYBRID + answer.drawn(_drawn_groups)
-    cases = [(numel, *of_group) for numel in (2**20, 2**24) for of_group in groups]
-    check_cases(
-        answer,
-        [(4 * numel, *of_group) for numel, *of_group in cases],
-        starmap(_sent_by_plan, cases),
-        WITHIN_AND_BETWEEN.returned_by,
-        same=lambda theirs, right: all(map(_is_close, theirs, right)),
-        otherwise=_mistake_in_bytes,
-    )
-    psi, counted = ranks.run(_sent_in_hybrid, 4, timeout=60.0, backend="gloo")[0]
-    if counted is None:
-        return f"{2 * len(HYBRID)} cases as simulated; this system has no counters to check it on real ranks"
-    theirs = sum(answer(psi, 2, 4))
-    assert math.isclose(theirs, counted, rel_tol=0.01), (
-        f"{call_text(answer.name, psi, 2, 4)} returned {theirs:,.0f} bytes in all, and real ranks sent "
-        f"{counted:,.0f} each."
-    )
-    return f"{2 * len(HYBRID)} cases as simulated, and their sum within 1% of what 4 real ranks sent"
+def _is_near(value: float, share: torch.Tensor) -> bool:
+    return math.isclose(value, float(share[0]), rel_tol=1e-5)
 
 
-def _drawn_groups(rng: random.Random) -> tuple[int, int]:
-    group = 2 ** rng.randint(0, 5)
-    return group, group * 2 ** rng.randint(0, 4)
-
-
-def _sent_by_plan(numel: int, group: int, size: int) -> tuple[float, float]:
-    """The bytes within a group and between groups, but those that say which parameters had a gradient."""
-    plan = schedule(recipe("zero-2", shard_group=group), [ParamSpec(numel)], size)
-    sent = {True: 0.0, False: 0.0}
-    for one in plan.operations:
-        if one.op and one.label != "agree":
-            among = one.ranks or size
-            sent[one.stride == 1 and among == group] += traffic(one.op, one.nbytes, among).total_bytes / among
-    return sent[True], sent[False]
-
-
-def _is_close(theirs: float, right: float) -> bool:
-    return math.isclose(theirs, right, rel_tol=CLOSE, abs_tol=1e-6)
-
-
-def _mistake_in_bytes(
-    theirs: Sequence[float], right: tuple[float, float], psi: int, group: int, size: int
-) -> str:
-    within, between = right
-    if _is_close(theirs[0], between) and _is_close(theirs[1], within):
-        return "These are the two, in the other order."
-    if not _is_close(theirs[0], within):
-        if _is_close(theirs[0], within / 2):
-            return "Within the group gradients are reduced to shares, and new parameters are gathered too."
-        if _is_close(theirs[0], 2 * psi * (size - 1) / size):
-            return "Within the group both movements go around the ranks of the group, and not around all."
-        if _is_close(theirs[0], 2 * psi):
-            return "A rank does not send its own part."
-        return "Within the group there are two movements, as in stage 2 on as many ranks as the group has."
-    if _is_close(theirs[1], between * group):
-        return "Between groups only this rank's share travels, and not all gradients."
-    if _is_close(theirs[1], between / 2):
-        return "Between groups a share is all-reduced: every replica needs the average, so it moves twice."
-    if size > group and _is_close(theirs[1], 2 * (size - 1) / size * psi / group):
-        return "As many ranks take part in the all-reduce of a share as there are groups, not all ranks."
-    if size > group and _is_close(theirs[1], 2 * psi / group):
-        return "Between groups too a rank does not send its own part of the ring's."
-    return "Between groups one share is all-reduced, among as many ranks as there are groups."
-
-
-def _sent_in_hybrid() -> tuple[int, float | None]:
-    """On one of four ranks, in two groups of two: the bytes of all parameters, and the bytes sent."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4)))
-    psi = sum(param.nbytes for param in model.parameters())
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard"))
-    zero = ZeroRedundancyOptimizer(
-        model.parameters(),
-        torch.optim.AdamW,
-        mesh["shard"].get_group(),
-        partition="equal_shares",
-        parameters_as_bucket_view=True,
-    )
-    wrapped = ShardedDataParallel(model, zero, replicas=mesh["replicas"])
-
-    def iteration() -> None:
-        zero.zero_grad()
-        wrapped(torch.ones(2, 512)).square().mean().backward()
-        zero.step()
-
-    for _ in range(4):  # steps 1, 2 and 4 also compare options
-        iteration()
-    sent = bytes_sent_by(iteration)
-    of_ranks: list[int | None] = [None] * 4
-    dist.all_gather_object(of_ranks, sent)
-    counted = [nbytes for nbytes in of_ranks if nbytes is not None]
-    return psi, mean(counted) if len(counted) == 4 else None
+def _check_calls(where: str, calls: Sequence[Call], world_size: int) -> None:
+    """A gradient goes to its owners once, and beside it a few numbers."""
+    whole = 4 * SHARE * world_size
+    large = [call.op for call in calls if call.nbytes >= whole]
+    if world_size > 1 and large != ["reduce_shares"]:
+        raise AssertionError(
+            f"{where} sent whole gradients by {', '.join(large) or 'no call'}. One comm.reduce_shares is "
+            "enough: add the passes up first. The number of tokens is one number, for comm.all_reduce."
+        )
 
 
 # --------------------------------------------------------------------------------------- predictions
@@ -356,48 +235,3 @@ def _holds_most() -> str:
         played = play(schedule(strategy, llama, 8), cluster("h100-ib"), Workload(4096))
         most[way] = beside + round(max(held for _, held in played.memory(held_bytes=0)))
     return max(most, key=most.__getitem__)
-
-
-@prediction(
-    "sharded.bytes",
-    "With reduce_to_owners, how many times (N - 1) Ψ elements do all ranks together send in an iteration?",
-    unit="times (N - 1) Ψ",
-)
-def _sent_with_owners() -> float:
-    world_size, specs = 4, [ParamSpec(384 * 384)] * 8
-    partition = sorted_greedy([spec.numel for spec in specs], world_size)
-    calls = [calls_of_rank(partition, specs, rank, to_owners=True) for rank in range(world_size)]
-    sends = sum(call.nbytes for of_rank in calls for call in of_rank if call.op == "send")
-    broadcasts = sum(call.nbytes for call in calls[0] if call.op == "broadcast")
-    return (sends + (world_size - 1) * broadcasts) / (
-        (world_size - 1) * sum(4 * spec.numel for spec in specs)
-    )
-
-
-@prediction(
-    "sharded.owners",
-    "Llama 3 8B on 64 ranks: an iteration takes longer if gradients go to their owners in pairs than if they "
-    "go to shares. How many times as long?",
-    unit="times",
-)
-def _to_owners_of_64() -> float:
-    llama = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 64, sequence=2048)
-    params, work = specs(shapes("llama3-8b"), "bfloat16"), llama.workload_of("zero-2")
-    owners, shares = (
-        play(schedule(how, params, 64), llama.cluster, work).iteration_ms
-        for how in (recipe("zero-even", to_owners=True), "zero-2")
-    )
-    return owners / shares
-
-
-@prediction(
-    "sharded.groups",
-    "2 nodes of 4 ranks, groups of 4: what does a rank send in all, within its node and between nodes?",
-    unit="Ψ",
-)
-def _sent_in_groups() -> float:
-    plan = schedule(recipe("zero-2", shard_group=4), [ParamSpec(2**20)], 8)
-    moved = [one for one in plan.operations if one.op and one.label != "agree"]
-    among = [one.ranks or 8 for one in moved]
-    sent = sum(traffic(one.op, one.nbytes, n).total_bytes / n for one, n in zip(moved, among, strict=True))
-    return sent / (4 * 2**20)

@@ -1,4 +1,4 @@
-"""Chapter 8's graders: the bytes of each stage, the tokens that hide gathers, the order of stage 3."""
+"""Chapter 8's graders: the bytes of each stage, and the tokens that hide gathers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.lab import ranks
-from zero_ref.lab.meter import bytes_sent_by, recording_distributed
+from zero_ref.lab.meter import bytes_sent_by
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import Cluster, Link
 from zero_ref.simulator.device import Device
@@ -27,7 +26,7 @@ from zero_ref.simulator.price import Workload
 from zero_ref.simulator.schedule import Schedule, schedule
 from zero_ref.simulator.traffic import BACKENDS, traffic
 from zero_ref_course import Answer, call_text, exercise, shown
-from zero_ref_course._cases import Form, check_cases, is_number, list_of
+from zero_ref_course._cases import Form, check_cases, is_number
 from zero_ref_course._pictures import timelines
 from zero_ref_course.predictions import prediction
 
@@ -297,85 +296,6 @@ def _what_is_missing(tokens: float, setting: Setting) -> str:
         if math.isclose(tokens, network_us / token_us, rel_tol=CLOSE) and (waits_us or "wait" not in hint):
             return hint
     return "A gather hides if the block before it computes for as long."
-
-
-# ---------------------------------------------------------------------------------------- the calls in order
-
-STACKS = [[3, 5, 6, 7], [2, 4], [9, 1, 8, 3, 2, 5]]
-"""The gathered elements of each unit, the root first; a model of one block has nothing to prefetch."""
-
-
-@exercise("stages.order", on_ranks=True)
-def order(answer: Answer) -> str:
-    """Check the calls of a stage 3 iteration, by the simulator and by two real ranks."""
-    for sizes in STACKS + answer.drawn(lambda rng: rng.sample(range(1, 50), rng.randint(2, 9))):
-        params = [ParamSpec(2 * size) for size in sizes]
-        plan = schedule("zero-3", params, 2, blocks=[[number] for number in range(len(sizes))])
-        _check_order(answer, [8 * size for size in sizes], plan.calls)
-    sizes, recorded = ranks.run(_recorded, 2, timeout=60.0, backend="gloo")[0]
-    _check_order(answer, sizes, recorded, " That is what two real ranks did.")
-    return f"{len(STACKS)} models as simulated, and one as two real ranks made its {len(recorded)} calls"
-
-
-class _Rooted(nn.Module):
-    """A first layer that belongs to the root, then blocks of different sizes."""
-
-    def __init__(self, widths: Sequence[int]) -> None:
-        super().__init__()
-        self.first = nn.Linear(widths[0], widths[0], bias=False)
-        self.blocks = _tower(widths)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.blocks(self.first(x))
-        return out
-
-
-def _recorded() -> tuple[list[int], list[Call]]:
-    """On a rank: the bytes of each unit, and the calls of the second iteration."""
-    model = _Rooted([6, 8, 12, 4])
-    sizes = [param.nbytes for param in model.parameters()]
-    _shard(model, model.blocks)
-    iteration = _iteration(model, torch.optim.AdamW(model.parameters()), width=6)
-    iteration()
-    with recording_distributed() as calls:
-        iteration()
-    return sizes, list(calls)
-
-
-def _check_order(answer: Answer, sizes: list[int], expected: Sequence[Call], source: str = "") -> None:
-    form = Form(
-        list_of(lambda one: isinstance(one, tuple) and len(one) in (2, 3)),
-        f'It must return a list of calls, such as Call("all_gather", {sizes[0]}).',
-    )
-    theirs = [Call(*one) for one in form.returned_by(answer, sizes)]
-    assert theirs == list(expected), (
-        f"{call_text(answer.name, sizes)}: {_mistake_in_order(theirs, list(expected), sizes)}{source}"
-    )
-
-
-def _mistake_in_order(theirs: list[Call], expected: list[Call], sizes: list[int]) -> str:
-    def gathers(calls: list[Call]) -> list[int]:
-        return [call.nbytes for call in calls if call.op == "all_gather"]
-
-    def reductions(calls: list[Call]) -> list[int]:
-        return [call.nbytes for call in calls if call.op == "reduce_scatter"]
-
-    if any(call.op not in ("all_gather", "reduce_scatter") for call in theirs):
-        return 'Stage 3 makes two kinds of calls: "all_gather" and "reduce_scatter".'
-    if sorted(reductions(theirs)) != sorted(sizes):
-        return "The gradients of each unit, the root's too, are reduced once."
-    if gathers(theirs) == sizes:
-        return "Blocks are let go after their forward. Their backward needs them again."
-    if gathers(theirs).count(sizes[0]) > 1:
-        return "The root is not let go after forward: it is gathered once."
-    if gathers(theirs) != gathers(expected):
-        return f"Blocks should be gathered in the order {gathers(expected)}."
-    if reductions(theirs) != reductions(expected):
-        return "Gradients are ready in the order of backward: the last block first, the root at the end."
-    return (
-        "Each is there, but not in its place: in backward the next block is asked for before this one "
-        "computes, so its gather comes before the reduction of this one."
-    )
 
 
 # --------------------------------------------------------------------------------------- predictions

@@ -1,4 +1,4 @@
-"""Chapter 4's graders: a step in slices on real ranks, a broadcast that is lost, replicas that differ."""
+"""Chapter 4's graders: a step in slices on real ranks, and a broadcast that is lost."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.simulator.traffic import traffic
-from zero_ref_course import Answer, ExerciseFailed, exercise, in_words, shown
-from zero_ref_course._company import Company, call_by_name, on_ranks
+from zero_ref_course import Answer, exercise, in_words, shown
+from zero_ref_course._company import Company, on_ranks
 from zero_ref_course.predictions import prediction
 
 # ---------------------------------------------------------------------------------- a step on slices
@@ -311,137 +311,6 @@ def _mistakes_in_stale(theirs: list[list[int]], sent: Sequence[tuple[int, int]],
     return mistakes or [f"It was parameter {param}, sent by rank {owner}, that did not arrive at the others."]
 
 
-# ----------------------------------------------------------------------------- are the replicas equal?
-
-REPLICAS = [(4, 3), (5,), (4, 3), (0,), (6,)]
-"""Shapes of parameters; the first and the third have the same."""
-
-Differences = list[tuple[int, int, str]]
-"""(rank, parameter, kind of the difference, a key of KINDS)."""
-
-KINDS = {
-    "bit": "the last bit of one element is another. Values that are close are not equal: compare bytes",
-    "exchanged": "two of its elements have changed places. A sum or a norm does not see that",
-    "sign": "one element is -0.0 instead of 0.0. As numbers they are equal, and their bytes are not",
-    "up": "one element is larger by 1, and on another rank another is smaller by 1. In a sum that cancels",
-    "down": "one element is smaller by 1, and on another rank another is larger by 1. In a sum that cancels",
-    "other": "it holds the values of another parameter of the same shape",
-}
-"""The kinds of difference of a parameter on one rank, and the mistake of an answer that misses it."""
-
-WORLDS_OF_REPLICAS: list[tuple[int, list[Differences]]] = [
-    (1, [[]]),
-    (2, [[], [(0, 1, "bit")], [(1, 4, "exchanged")], [(1, 0, "sign")], [(0, 1, "up"), (1, 1, "down")]]),
-    (3, [[(2, 4, "bit")], [(1, 0, "other"), (2, 4, "exchanged")], [(0, 0, "bit"), (0, 1, "sign")]]),
-]
-
-SAME_CALLS = "Every rank makes the same calls, also one that has found a difference."
-
-BYTES_PER_PARAM = 64
-"""The most bytes that a rank may send for each parameter."""
-
-
-@exercise("step.differing", on_ranks=True)
-def differing(answer: Answer) -> str:
-    """Check replicas on 1, 2 and 3 ranks, some with one bit spoiled, or two elements exchanged."""
-    tried = 0
-    for world_size, cases in WORLDS_OF_REPLICAS + answer.drawn(_drawn_differences, 2):
-        of_ranks = on_ranks(_compare_replicas, world_size, answer, cases)
-        for case, said in zip(cases, zip(*of_ranks)):
-            _check_differing(answer.name, world_size, case, list(said))
-        tried += len(cases)
-    return f"{tried} times on 1, 2 and 3 real ranks, all ranks name the parameters that differ"
-
-
-def _drawn_differences(rng: random.Random) -> tuple[int, list[Differences]]:
-    n, kinds = rng.randint(2, 3), ["bit", "exchanged", "sign"]
-    some = [
-        [(rng.randrange(n), param, rng.choice(kinds)) for param in rng.sample((0, 1, 4), 2)] for _ in range(3)
-    ]
-    return n, some
-
-
-def _compare_replicas(answer: Answer, cases: Sequence[Differences]) -> list[tuple[Any, int]]:
-    """On a rank: call the answer in each case; return its value and the bytes that it sent."""
-    company = Company(says=call_by_name, advice=SAME_CALLS)
-    said = []
-    for number, case in enumerate(cases):
-        params = _replicas(answer.seed + number, [(p, kind) for r, p, kind in case if r == dist.get_rank()])
-        before = [param.detach().clone() for param in params]
-        with company.watching(), in_words("params", answer, params):
-            value = answer(params)
-        same = all(_same_bytes(param, value) for param, value in zip(params, before))
-        assert same, (
-            f"{answer.name} changed the parameters of rank {dist.get_rank()}. It is only to look at them."
-        )
-        said.append((value, sum(call.nbytes for call in company.calls)))
-    return said
-
-
-def _replicas(seed: int, spoiled: Sequence[tuple[int, str]]) -> list[torch.nn.Parameter]:
-    """The parameters of a rank, the same on all ranks but for those that are spoiled here."""
-    generator = torch.Generator().manual_seed(seed)
-    values = [torch.randn(shape, generator=generator) for shape in REPLICAS]
-    for value in values:
-        value.view(-1)[:1] = 0.0
-    values[4][1] = torch.nan  # on every rank alike
-    for param, kind in spoiled:
-        flat = values[param].view(-1)
-        if kind == "bit":
-            flat[-1:].view(torch.int32).bitwise_xor_(1)
-        elif kind == "exchanged":
-            flat[[-1, -2]] = flat[[-2, -1]]
-        elif kind == "sign":
-            flat[0] = -0.0
-        elif kind == "other":
-            values[param] = values[2 - param].clone()
-        else:
-            flat[{"up": -1, "down": -2}[kind]] += {"up": 1.0, "down": -1.0}[kind]
-    return [torch.nn.Parameter(value) for value in values]
-
-
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.detach().numpy().tobytes() == other.detach().numpy().tobytes()
-
-
-def _check_differing(name: str, world_size: int, case: Differences, said: list[tuple[Any, int]]) -> None:
-    where = f"on {world_size} ranks with parameters of shapes {REPLICAS}, "
-    lists = []
-    for rank, (value, nbytes) in enumerate(said):
-        is_list = isinstance(value, (list, tuple)) and all(type(number) is int for number in value)
-        assert is_list, (
-            f"{where}{name} returned {shown(value)} on rank {rank}. It must return a list of numbers."
-        )
-        most = BYTES_PER_PARAM * len(REPLICAS)
-        assert nbytes <= most, (
-            f"{where}rank {rank} sent {nbytes} bytes; up to {most} are allowed. A parameter may have "
-            "millions of elements: send a digest of each, not the values."
-        )
-        lists.append(sorted(value))
-    right = sorted({param for _, param, _ in case})
-    if lists == [right] * world_size:
-        return
-    given = (
-        f"{where}parameters {right} differ, and {name} returns {lists}"
-        if right
-        else (f"{where}nothing differs, and {name} returns {lists}")
-    )
-    assert all(each == lists[0] for each in lists), (
-        f"{given}, rank by rank. A rank that looks only at rank 0 and itself does not see what others do: "
-        "compare all ranks with each other, on every rank."
-    )
-    extra = [param for param in lists[0] if param not in right]
-    if extra == [4]:
-        raise ExerciseFailed(
-            f"{given}. Parameter 4 has the same NaN on all ranks. As a number it is unequal to itself: "
-            "compare bytes."
-        )
-    assert not extra, f"{given}. Parameter {extra[0]} has the same bytes on all ranks."
-    missed = next(param for param in right if param not in lists[0])
-    [(rank, kind), *_] = [(r, kind) for r, param, kind in case if param == missed]
-    raise ExerciseFailed(f"{given}. On rank {rank}, in parameter {missed}, {KINDS[kind]}.")
-
-
 # ------------------------------------------------------------------------------------------ predictions
 
 
@@ -452,13 +321,6 @@ def _check_differing(name: str, world_size: int, case: Differences, said: list[t
 )
 def _on_the_wire() -> float:
     return sum(traffic(op, 4 * 23, 3).total_bytes for op in ("all_reduce", "broadcast"))
-
-
-@prediction(
-    "step.naive", "And how many with the naive step: all three ranks, in one iteration?", unit="bytes"
-)
-def _by_the_naive_step() -> float:
-    return 2 * traffic("all_reduce", 4 * 23, 3).total_bytes
 
 
 @prediction(

@@ -1,4 +1,4 @@
-"""Chapter 9's graders: reductions by the room for gradients, the tree by hand, a choice with its numbers.
+"""Chapter 9's graders: the tree by hand, and a choice with its numbers.
 
 `Case`, `Choice` and `BRIEF` are for readers too: the numbers of a decision, the reader's choice, and the run
 that it is made for.
@@ -13,11 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-import torch
-
-from zero_ref.comm.backend import as_collectives
-from zero_ref.comm.collectives import Collectives
-from zero_ref.lab.meter import recording
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.scenario import Scenario
@@ -42,150 +37,11 @@ from zero_ref.simulator.which import (
     tokens_to_hide,
     way_through,
 )
-from zero_ref_course import Answer, exercise, in_words, shown
+from zero_ref_course import Answer, exercise, shown
 from zero_ref_course._cases import Form, is_number, named
-from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
-# -------------------------------------------------------------------- 9.1 reductions as there is room
-
-
-class _Given(NamedTuple):
-    """The passes of an update, the elements of a share, and whether there is room for whole gradients."""
-
-    passes: int
-    share: int
-    is_room: bool
-
-    def room(self, size: int) -> int:
-        numel = self.share * size
-        return numel if self.is_room else numel - 1
-
-
-ROOMS = [_Given(5, 4, True), _Given(5, 4, False), _Given(1, 2, True), _Given(6, 3, True), _Given(2, 6, False)]
-SIZES = [3, 2, 4, 1]
-"""The ranks of each world. Three come first: there a mean over ranks differs from one over passes."""
-
-
-class _Outcome(NamedTuple):
-    """The value that a rank returned, and the ops of its calls."""
-
-    share: list[float] | None
-    ops: list[str]
-
-
-@exercise("which_stage.update_share", seconds=20.0, on_ranks=True)
-def update_share(answer: Answer) -> str:
-    """Check the mean of the passes' gradients, reduced once if there is room, on virtual and real ranks."""
-    given = ROOMS + answer.drawn(_drawn_room, 3)
-    for size in SIZES:
-        for one in given:
-            outcomes = on_virtual_ranks(
-                _shared,
-                size,
-                answer,
-                one,
-                waiting=lambda said: f"ranks wait for each other: {said} All ranks make the same calls.",
-            )
-            _check_share(answer, one, outcomes)
-    for one in given[:2]:
-        _check_share(answer, one, on_ranks(_shared_here, 3, answer, one))
-    return f"{len(given)} updates on 1 to {max(SIZES)} ranks, and 2 of them on three real ones"
-
-
-def _drawn_room(rng: random.Random) -> _Given:
-    return _Given(rng.randint(1, 6), rng.randint(1, 9), rng.random() < 0.5)
-
-
-def _passes_of(rank: int, size: int, given: _Given, seed: int) -> list[torch.Tensor]:
-    """Each element tells its share, its pass and its rank; with a seed, the answer cannot know them."""
-    secret = random.Random(f"{seed} {rank}").randrange(100) if seed else 0
-    return [
-        torch.arange(size).repeat_interleave(given.share) * 1000.0 + 60 * number + 8 * 2.0**rank + secret
-        for number in range(given.passes)
-    ]
-
-
-def _shared_here(answer: Answer, given: _Given) -> _Outcome:
-    return _shared(as_collectives(None), answer, given)
-
-
-def _shared(comm: Collectives, answer: Answer, given: _Given) -> _Outcome:
-    passes, room = _passes_of(comm.rank, comm.world_size, given, answer.seed), given.room(comm.world_size)
-    said = f"comm, {given.passes} passes of {passes[0].numel()} elements, room={room}"
-    with recording(comm, checks=True) as calls, in_words(said, answer, comm, passes, room):
-        share = answer(comm, passes, room)
-    is_share = isinstance(share, torch.Tensor) and share.numel() == given.share
-    return _Outcome(share.detach().flatten().tolist() if is_share else None, [call.op for call in calls])
-
-
-def _check_share(answer: Answer, given: _Given, outcomes: Sequence[_Outcome]) -> None:
-    size, count = len(outcomes), given.passes
-    of_ranks = [_passes_of(rank, size, given, answer.seed) for rank in range(size)]
-    sums = torch.stack([torch.stack(one).sum(0) for one in of_ranks]).sum(0).view(size, given.share)
-    room = f"room for {given.room(size)} elements, and a whole gradient has {given.share * size}"
-    for rank, outcome in enumerate(outcomes):
-        where = f"{answer.name} on rank {rank} of {size}, with {count} passes and {room},"
-        assert outcome.share is not None, (
-            f"{where} must return a tensor of {given.share} elements: this rank's share of the gradient."
-        )
-        value, right = outcome.share[0], float(sums[rank][0]) / (size * count)
-        assert all(math.isclose(one, right, rel_tol=1e-5) for one in outcome.share), (
-            f"{where} returned {value:g} and it should be {right:g}. "
-            + named(
-                {
-                    "That is the sum over ranks and passes. Divide by the number of both.": _is_near(
-                        value, right * size * count
-                    ),
-                    "That is the mean over passes, and the sum over ranks.": _is_near(value, right * size),
-                    "That is the mean over ranks, and the sum over passes.": _is_near(value, right * count),
-                    "That is the mean of one pass alone: the others belong to the update too.": any(
-                        _is_near(
-                            value, sum(float(one[number][rank * given.share]) for one in of_ranks) / size
-                        )
-                        for number in range(count)
-                    ),
-                    "That is the share of another rank.": any(
-                        _is_near(value, float(one[0]) / (size * count)) for one in sums
-                    ),
-                },
-                "Add what each reduction gives, then divide by the number of ranks and of passes.",
-            )
-        )
-        _check_calls(where, outcome.ops, given, size)
-
-
-def _is_near(value: float, other: float) -> bool:
-    return math.isclose(value, other, rel_tol=1e-5)
-
-
-def _check_calls(where: str, ops: Sequence[str], given: _Given, size: int) -> None:
-    if size == 1:
-        return
-    others = sorted(set(ops) - {"reduce_shares"})
-    assert not others, (
-        f"{where} called {', '.join(others)}. An all-reduce moves everything twice, and other calls leave "
-        "the adding to you: comm.reduce_shares gives this rank the sum of its share."
-    )
-    right = 1 if given.is_room else given.passes
-    if len(ops) == right:
-        return
-    if given.is_room:
-        raise AssertionError(
-            f"{where} made {len(ops)} reductions, and so sent {len(ops)} times as many bytes as needed. "
-            "Gradients of several passes fit: add them up first, and reduce once."
-        )
-    if len(ops) < given.passes:
-        raise AssertionError(
-            f"{where} made {len(ops)} reduction{'s' * (len(ops) != 1)} of {given.passes} passes: a whole "
-            "gradient was kept from one pass to the next, and there is no room for it."
-        )
-    raise AssertionError(
-        f"{where} made {len(ops)} reductions of {given.passes} passes. One a pass is enough."
-    )
-
-
-# --------------------------------------------------------------------------------- 9.2 the tree by hand
+# --------------------------------------------------------------------------------- 9.1 the tree by hand
 
 WAYS = ("DDP", "stage 1", "stage 2", "stage 2, no_sync", "stage 3", "hybrid", "beyond ZeRO")
 
@@ -421,7 +277,7 @@ def _numbers_of(question: str, case: Case) -> str:
     return gb[question]
 
 
-# ------------------------------------------------------------------------------------ 9.3 a choice in writing
+# ------------------------------------------------------------------------------------ 9.2 a choice in writing
 
 
 @dataclass(frozen=True)

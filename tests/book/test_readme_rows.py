@@ -47,6 +47,15 @@ model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
 """
 """What a row may name: the package, a model, and the imports of the README's training loop."""
 
+BUILD = """
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 64), nn.Linear(64, 256))
+"""
+"""A reader's train.py: a function that makes a model."""
+
 
 def run_row(codes: list[str], folder: str) -> None:
     """On a rank: run a row's code in its order, then train two iterations."""
@@ -90,13 +99,15 @@ def test_python_of_a_row_runs_on_two_ranks(goal: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_is_accepted_and_a_simulation_runs(
-    command: str, capsys: pytest.CaptureFixture[str]
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(BUILD, encoding="utf-8")
     words = shlex.split(command)[1:]
     if words[0] in ("simulate", "search", "which"):
         assert main(words) == 0
         assert capsys.readouterr().out
-    else:  # these take files of the reader's
+    else:  # these take more files of the reader's
         parser, _ = make_parser()
         assert parser.parse_args(words).command == words[0]
 

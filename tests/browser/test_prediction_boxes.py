@@ -70,10 +70,10 @@ def test_a_page_compares_as_the_package_does(page: Page, said: float) -> None:
 
 @pytest.mark.thorough
 def test_a_choice_is_compared_too(page: Page) -> None:
-    one = box(page, "partition.sorting")
-    one.locator("select").select_option("2 ranks")
+    one = box(page, "partition.may_cut")
+    one.locator("select").select_option("both")
     one.get_by_role("button", name="Commit").click()
-    assert prediction_named("partition.sorting").compared("2 ranks") in page.locator("main").inner_text()
+    assert prediction_named("partition.may_cut").compared("both") in page.locator("main").inner_text()
 
 
 @pytest.mark.thorough

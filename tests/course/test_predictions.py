@@ -83,7 +83,7 @@ def test_a_run_that_gives_something_else_is_an_error() -> None:
         ("partition.even", "many", "'many' is no number"),
         ("partition.even", float("nan"), "nan is no number"),
         ("partition.even", True, "True is no number"),
-        ("partition.sorting", 15, "15 is none of the answers to partition.sorting: 2 ranks, "),
+        ("partition.may_cut", 15, "15 is none of the answers to partition.may_cut: Adam alone, "),
         ("partition.evn", 1, r"there is no prediction 'partition.evn'; there are .*partition.even"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 MOVE = "param.data = window"
 PIECE = "flat[offset : offset + param.numel()]"
-IF_WORTH_IT = " if saved_us > fixed_us else []"
 
 CHANGED = {
     "buckets.flatten": [
@@ -38,14 +37,5 @@ CHANGED = {
           "for pieces in partition.pieces_of_param for piece, owner in pieces if trainable[piece.param]]"},
          "owner by owner.* in the order of the model"),
         ("one_rank_sends", {"world_size == 1": "world_size == 0"}, "One rank has nobody to send to"),
-    ],
-    "buckets.worth_copying": [
-        ("none_of_them", {"small" + IF_WORTH_IT: "[]"},
-         "Parameter 0 could go with the others.* takes 0.4 us"),
-        ("the_buffer_is_free", {IF_WORTH_IT: ""}, "the buffer is a message too"),
-        ("the_large_ones", {"us < fixed_us": "us >= fixed_us", IF_WORTH_IT: ""},
-         "Copying 2,000,000 bytes into the buffer"),
-        ("flags", {"small" + IF_WORTH_IT: "[us < fixed_us for us in copies_us]"},
-         "True is not the number of a parameter"),
     ],
 }  # fmt: skip

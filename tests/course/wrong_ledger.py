@@ -16,12 +16,6 @@ CHANGED = {
          r"It fits on 9 already"),
         ("forgets_to_return", {"return 1": "1", "return -": "-"}, r"Does the function end in a `return`"),
     ],
-    "ledger.what_would_help": [
-        ("divides_the_shard_again", {"8 * sum(numels)": "held.optimizer_state"}, r"one rank's share already"),
-        ("all_gradients_go", {" - held.gradients / world_size": ""}, r"keeps the gradients of what it owns"),
-        ("a_share_of_the_gradients_goes", {"held.gradients - ": ""},
-         r"Llama-3-8B on 64 ranks.*It does, but.*takes away the rest: 32,121,044,992 - 1/64 of it\."),
-    ],
     "ledger.floor": [
         ("forgets_what_is_whole", {"return parameters_and_gradients +": "return"}, r"the state alone"),
         ("forgets_the_counter", {"max(numels) + 4": "max(numels)"}, r"its step counter"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-SIZE = "nbytes / min(range(1, 200), key=iteration_ms)"
 START_ALL = "        under_way.append(comm.all_reduce(gradient))\n"
 WAIT_ALL = "    for call in under_way:\n        call.wait()\n"
 START = "    so_far[-1].start_reduction()\n"
@@ -11,11 +10,6 @@ FINISH = "        bucket.wait_for_reduction()\n        bucket.step()\n        bu
 WAIT = "    if is_last:\n        for bucket in so_far:\n            bucket.wait_for_broadcast()"
 
 CHANGED = {
-    "overlap.bucket_size": [
-        ("one_bucket", {SIZE: "nbytes"}, r"after backward, and nothing hides its .* too large"),
-        ("where_latency_is_half", {SIZE: "latency_ms * gb_per_s * 1e6"}, r"too small"),
-        ("how_many", {SIZE: "round((backward_ms / latency_ms / 2) ** 0.5)"}, r"not the number of buckets"),
-    ],
     "overlap.reduce_as_ready": [
         ("waits_at_once", {START_ALL: "        under_way.append(comm.all_reduce(gradient))\n"
                                       "        under_way[-1].wait()\n"},

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 REST = "list(range(next_one, count))"
 IN_ORDER = "while next_one in full"
-WITHIN = "    within.reduce_shares(flat, share).wait()\n"
-BETWEEN = "    between.all_reduce(share).wait()\n"
-FOR_OWNERS = "2 * nbytes / shard_group * (groups - 1) / groups"
+WEIGHED = "sum(gradient * tokens for gradient, tokens in passes)"
+COUNTED = "    comm.all_reduce(count).wait()\n"
 
 CHANGED = {
     "sharded.reduce_in_order": [
@@ -23,32 +22,21 @@ CHANGED = {
          r"Bucket 0 is reduced when bucket 1 becomes full, and it is not"),
         ("again_at_the_end", {REST: "list(range(count))"}, r"Bucket 0 is reduced twice"),
     ],
-    "sharded.reduce_in_groups": [
-        ("all_gradients_between",
-         {BETWEEN: "", "    share = torch": "    between.all_reduce(flat).wait()\n    share = torch"},
-         r"sends 48 bytes between groups; 24 are enough, one share"),
-        ("all_reduces_within",
-         {WITHIN: "    within.all_reduce(flat).wait()\n"
-                  "    share = flat.chunk(within.world_size)[within.rank]\n"},
-         r"calls all_reduce within the group.* half as many bytes as an all-reduce"),
-        ("whole_gradients", {"return share": "return torch.cat([share] * within.world_size)"},
-         r"must return this rank's share, 6 of 12 elements"),
-        ("only_the_first_group_calls", {BETWEEN: "    if within.rank == 0:\n    " + BETWEEN},
-         r"mean over this rank's group alone|returns other values"),
-        ("one_of_a_place_calls", {BETWEEN: "    if between.rank == 0:\n    " + BETWEEN},
-         r"ranks wait for each other.*Every rank makes the same calls"),
-    ],
-    "sharded.hybrid_bytes": [
-        ("only_the_reduction", {"within = 2 * nbytes": "within = nbytes"},
-         r"new parameters are gathered too"),
-        ("all_gradients_between", {"nbytes / shard_group *": "nbytes *"}, r"only this rank's share travels"),
-        ("one_way_between", {"within, 2 * nbytes": "within, nbytes"}, r"so it moves twice"),
-        ("among_all_ranks", {"(shard_group - 1) / shard_group": "(world_size - 1) / world_size"},
-         r"go around the ranks of the group, and not around all"),
-        ("all_ranks_between", {"(groups - 1) / groups": "(world_size - 1) / world_size"},
-         r"as there are groups, not all ranks"),
-        ("its_own_part_between", {" * (groups - 1) / groups": ""},
-         r"does not send its own part of the ring's"),
-        ("the_other_way_round", {f"within, {FOR_OWNERS}": f"{FOR_OWNERS}, within"}, r"in the other order"),
+    "sharded.token_mean": [
+        ("takes_passes_as_equal",
+         {WEIGHED: "sum(gradient for gradient, _ in passes)",
+          "float(sum(tokens for _, tokens in passes))": "float(len(passes))"},
+         r"returned .* as if each had as many tokens"),
+        ("takes_ranks_as_equal",
+         {WEIGHED: WEIGHED + " / sum(tokens for _, tokens in passes)",
+          COUNTED: "    count = torch.tensor([float(comm.world_size)])\n"},
+         r"then takes the ranks as equal"),
+        ("never_divides", {"share / count": "share"}, r"the sum over all tokens"),
+        ("all_reduces", {"    share = torch.empty(total.numel() // comm.world_size)\n"
+                         "    comm.reduce_shares(total, share).wait()\n":
+                         "    comm.all_reduce(total).wait()\n"
+                         "    share = total.view(comm.world_size, -1)[comm.rank]\n"},
+         r"sent whole gradients by all_reduce\. One comm\.reduce_shares"),
+        ("whole", {"return share / count": "return total / count"}, r"must return a tensor of 4 elements"),
     ],
 }  # fmt: skip

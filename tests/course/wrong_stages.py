@@ -5,10 +5,6 @@ from __future__ import annotations
 PART_OF_OTHERS = "(world_size - 1) / world_size"
 REDUCE_SCATTER = '2 if backend == "gloo" else 1'
 TOKENS = "gather_s / token_s"
-LAST = '    calls.append(Call("all_gather", blocks[-1]))\n'
-AHEAD = '        if number > 0:\n            calls.append(Call("all_gather", blocks[number - 1]))\n'
-NOT_AHEAD = '        calls.append(Call("all_gather", blocks[number]))\n'
-ALL = '[*calls, Call("reduce_scatter", root)]'
 
 CHANGED = {
     "stages.volume": [
@@ -31,21 +27,5 @@ CHANGED = {
         ("in_thousands", {TOKENS: TOKENS + " / 1000"},
          r"too few.* hides if the block before it computes for as long"),
         ("no_tokens", {TOKENS: "0.0"}, r"number of tokens above 0"),
-    ],
-    "stages.order": [
-        ("no_second_gather", {LAST: "", AHEAD: ""},
-         r"let go after their forward. Their backward needs them again"),
-        ("the_root_again", {AHEAD: NOT_AHEAD.replace("blocks", "sizes")}, r"The root is not let go"),
-        ("nothing_ahead", {LAST: "", AHEAD: NOT_AHEAD},
-         r"the next block is asked for before this one computes"),
-        ("backward_in_forwards_order",
-         {LAST: "", "reversed(range(len(blocks)))": "range(len(blocks))", AHEAD: NOT_AHEAD},
-         r"should be gathered in the order \[24, 40, 48, 56, 56, 48"),
-        ("the_root_reduced_first",
-         {ALL: 'sorted([Call("reduce_scatter", root), *calls], key=lambda call: call.op)'},
-         r"the last block first, the root at the end"),
-        ("the_root_not_reduced", {ALL: "calls"}, r"root's too, are reduced once"),
-        ("all_reduced", {ALL: '[Call("all_reduce", size) for size in reversed(sizes)]'},
-         r"makes two kinds of calls"),
     ],
 }  # fmt: skip

@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-ROOM = "        passes = [sum(passes)]\n"
 WAY = 'way="stage 2, no_sync"'
 
 CHANGED = {
-    "which_stage.update_share": [
-        ("reduces_each_pass", {ROOM: "        pass\n"},
-         r"5 passes and room for 12 .* made 5 reductions, .*5 times as many bytes"),
-        ("always_whole", {"room >= numel": "True"},
-         r"room for 11 elements.* made 1 reduction of 5 passes: a whole gradient was kept"),
-        ("the_last_pass", {"total += share": "total = share * len(passes)"}, r"the mean of one pass alone"),
-        ("all_reduced",
-         {"comm.reduce_shares(gradient, share).wait()":
-              "comm.all_reduce(gradient).wait()\n        mine = slice(comm.rank * numel // size, None)\n"
-              "        share.copy_(gradient[mine][: numel // size])"},
-         r"called all_reduce. An all-reduce moves everything twice"),
-        ("all_of_it", {"return total": "return sum(passes)"}, r"return a tensor of 4 elements"),
-    ],
     "which_stage.advise": [
         ("in_millions_of_tokens",
          {"needed = tokens_to_hide(c.tflops, c.gb_per_s, n)": "needed = c.tflops / c.gb_per_s * (n - 1) / n"},
