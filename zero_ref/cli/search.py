@@ -6,12 +6,12 @@ import argparse
 import json
 
 from zero_ref.cli._common import CommandError, Subparsers, need, planning
-from zero_ref.cli.simulate import add_machines, add_model, named_model, scenario_of
+from zero_ref.cli.simulate import add_bill, add_machines, add_model, bill_of, named_model, scenario_of
 from zero_ref.lab._arguments import add_options, whole
 from zero_ref.lab.searched import as_json, print_found
 from zero_ref.simulator.options import options_of
 from zero_ref.simulator.scenario import Scenario
-from zero_ref.simulator.search import VARIED, search
+from zero_ref.simulator.search import VARIED, remedies, search
 
 NOT_ASKED = {*VARIED, "way", "bucket_bytes", "prefetch", "period", "gradient_group"}
 """Fields of a scenario that are no options here: the search sets them itself, or leaves them as usual."""
@@ -32,6 +32,7 @@ def register_search(subparsers: Subparsers) -> None:
     tokens = whole(1, 10**12, "no update has so many")
     add("--tokens", required=True, type=tokens, metavar="T", help="of an update, over all ranks")
     add_options(parser, (one for one in options_of(Scenario) if one.path[-1] not in NOT_ASKED))
+    add_bill(parser)
     add("--all", action="store_true", help="list all that may fit, not only the best")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run_search)
@@ -45,11 +46,14 @@ def run_search(arguments: argparse.Namespace) -> int:
     with planning(arguments.ranks):
         try:
             scenario = scenario_of(arguments)
-            found = search(scenario, arguments.tokens)
+            found, bill = search(scenario, arguments.tokens), bill_of(arguments)
+            fits = any(one.fits for one in found.listed) or scenario.cluster.device.memory_gb is None
+            others = [] if fits else remedies(scenario, arguments.tokens)
         except ValueError as error:
             raise CommandError(str(error)) from None
     if arguments.json:
-        print(json.dumps(as_json(named, arguments.cluster, scenario, found), indent=2, allow_nan=False))
+        printed = as_json(named, arguments.cluster, scenario, found, bill, others)
+        print(json.dumps(printed, indent=2, allow_nan=False))
     else:
-        print_found(named, arguments.cluster, scenario, found, every=arguments.all)
+        print_found(named, arguments.cluster, scenario, found, every=arguments.all, bill=bill, others=others)
     return 0 if found.listed else 1

@@ -9,17 +9,27 @@ from typing import Any
 from zero_ref.lab.commands import program, simulate_command, train_command
 from zero_ref.lab.simulated import NOT_MODELLED, in_words, print_heading
 from zero_ref.live.numbers import short, short_count
+from zero_ref.simulator.bill import Bill
 from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.scenario import Scenario
-from zero_ref.simulator.search import SEARCHED, VARIED, Candidate, Found
+from zero_ref.simulator.search import SEARCHED, VARIED, Candidate, Found, Remedy
 
 
-def as_json(named: Sequence[str], cluster: str, scenario: Scenario, found: Found) -> dict[str, Any]:
+def as_json(
+    named: Sequence[str],
+    cluster: str,
+    scenario: Scenario,
+    found: Found,
+    bill: Bill | None = None,
+    others: Sequence[Remedy] = (),
+) -> dict[str, Any]:
     """Return the JSON of `zero-ref search --json`: bytes, milliseconds of an update, tokens a second.
 
     Args:
         named: the option that names the model, and its value.
         cluster: as it was given.
+        bill: of the whole training; None if nobody asked for it.
+        others: what makes a run fit, where none does.
     """
     device = scenario.cluster.device
     return {
@@ -32,8 +42,8 @@ def as_json(named: Sequence[str], cluster: str, scenario: Scenario, found: Found
         "sequence": scenario.tokens_of_sequence,
         "tried": found.tried,
         "timed": len(found.listed),
-        "best": [_as_json(one, named, cluster) for one in found.best],
-        "listed": [_as_json(one, named, cluster) for one in found.listed],
+        "best": [_as_json(one, named, cluster, bill) for one in found.best],
+        "listed": [_as_json(one, named, cluster, bill) for one in found.listed],
         "left_out": {
             strategy: {
                 "count": left_out.count,
@@ -45,10 +55,11 @@ def as_json(named: Sequence[str], cluster: str, scenario: Scenario, found: Found
             if (left_out := found.left_out(strategy))
         },
         "impossible": dict(found.impossible),
+        "would_fit": {one.words: _as_json(one.best, named, cluster, bill) for one in others},
     }
 
 
-def _as_json(one: Candidate, named: Sequence[str], cluster: str) -> dict[str, Any]:
+def _as_json(one: Candidate, named: Sequence[str], cluster: str, bill: Bill | None) -> dict[str, Any]:
     scenario = one.scenario
     return {
         "strategy": one.strategy,
@@ -60,6 +71,8 @@ def _as_json(one: Candidate, named: Sequence[str], cluster: str) -> dict[str, An
         "update_ms": one.update_ms,
         "tokens_per_second": one.tokens_per_second,
         "tokens_per_second_interval": list(one.rate_interval),
+        "model_flops_utilisation": one.utilisation,
+        **({} if bill is None else bill.values(one.tokens_per_second, scenario.world_size)),
         "simulate": _joined(simulate_command(scenario, one.strategy, named, cluster)),
         "train": _joined(train_command(scenario, one.strategy)),
         "program": program(scenario, one.strategy),
@@ -74,10 +87,14 @@ def print_found(
     width: int | None = None,
     *,
     every: bool = False,
+    bill: Bill | None = None,
+    others: Sequence[Remedy] = (),
 ) -> None:
     """Print the list, the commands that belong to it, and what was left out.
 
     Args:
+        bill: of the whole training; None if nobody asked for it.
+        others: what makes a run fit, where none does.
         width: columns; None for those of the terminal.
         every: list all that may fit, and not the best alone.
     """
@@ -94,7 +111,7 @@ def print_found(
     console.print(f"{scenario.numel:,} {scenario.dtype} parameters, {scenario.optimizer}")
     console.print(f"{said} tokens an update, in sequences of {scenario.tokens_of_sequence:,}\n")
     if shown:
-        console.print(_table(shown))
+        console.print(_table(shown, bill))
         console.print()
     for number, one in enumerate(shown, 1):
         for line in _commands(one, named, cluster, nearest):
@@ -109,23 +126,60 @@ def print_found(
         console.print()
     for line in _notes(found, every):
         console.print(line, markup=False)
+    if fitting is None:
+        console.print()
+        for line in _would_fit(found, named, cluster, others, bill):
+            console.print(line, markup=False, soft_wrap=line.startswith(" "))
+    elif bill is not None:
+        said = bill.in_words(fitting.tokens_per_second, scenario.world_size)
+        console.print(f"{shown.index(fitting) + 1}: {said}", markup=False)
 
 
-def _table(shown: Sequence[Candidate]) -> Any:
+def _would_fit(
+    found: Found, named: Sequence[str], cluster: str, others: Sequence[Remedy], bill: Bill | None
+) -> Iterator[str]:
+    """Yield what comes nearest to fitting, and what would make a run fit, in order of what it costs."""
+    if (nearest := found.nearest) is not None:
+        yield (
+            f"nearest: {nearest.strategy}, {_batch(nearest.scenario)}, checkpointing "
+            f"{nearest.scenario.checkpointing}, needs {_gb(nearest.peak_bytes)} GB"
+        )
+    if not others:
+        yield "neither a fused loss, offload, no masters, LoRA nor more ranks make it fit"
+    for number, one in enumerate(others, 1):
+        best = one.best
+        price = "" if bill is None else f"; {bill.in_words(best.tokens_per_second, best.scenario.world_size)}"
+        yield (
+            f"{number}. fits with {one.words}: {best.strategy}, {_gb(best.peak_bytes)} GB, "
+            f"{short_count(best.tokens_per_second)} tokens/s{price}"
+        )
+        yield f"    {_joined(simulate_command(best.scenario, best.strategy, named, cluster))}"
+
+
+def _table(shown: Sequence[Candidate], bill: Bill | None) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for column in ("", "strategy", "batch", "checkpointing", "tokens/s", "memory, GB"):
+    priced = "tokens/s" if bill is None else "GPU-hours"
+    for column in ("", "strategy", "batch", "checkpointing", "ms", "MFU", priced, "GB"):
         table.add_column(column, no_wrap=True)
     for number, one in enumerate(shown, 1):
-        scenario = one.scenario
+        scenario, ranks, rate = one.scenario, one.scenario.world_size, one.tokens_per_second
         group = f", {scenario.shard_group:,}" if scenario.shard_group else ""
-        held = f"{_gb(one.peak_bytes)}{' ?' if one.fits is None else ''}"
         ways = (one.strategy + group, _batch(scenario), scenario.checkpointing)
-        table.add_row(str(number), *ways, short_count(one.tokens_per_second), held)
-        rates = " to ".join(map(short_count, one.rate_interval))
-        table.add_row("", "", "", "", rates, " to ".join(map(_gb, one.memory_interval)), style="dim")
+        took = f"{1e3 * one.tokens / rate:,.0f}", f"{one.utilisation:.0%}"
+        paid, ends = short_count(rate), list(one.rate_interval)
+        if bill is not None:
+            paid = short_count(bill.gpu_hours(rate, ranks))
+            ends = [bill.gpu_hours(end, ranks) for end in reversed(ends)]
+        table.add_row(str(number), *ways, *took, paid, f"{_gb(one.peak_bytes)}{_mark(one)}")
+        memory = " to ".join(map(_gb, one.memory_interval))
+        table.add_row("", "", "", "", "", "", " to ".join(map(short_count, ends)), memory, style="dim")
     return table
+
+
+def _mark(one: Candidate) -> str:
+    return "" if one.fits else " ??" if one.is_unlikely else " ?"
 
 
 def _batch(scenario: Scenario) -> str:
@@ -160,6 +214,8 @@ def _notes(found: Found, every: bool) -> Iterator[str]:
     yield f"{found.tried:,} tried: {fitting:,} fit, {undecided:,} undecided, {too_large:,} do not fit"
     if undecided:
         yield "?  undecided: the device's memory lies in the interval, or is not known"
+    if any(one.is_unlikely for one in found.listed):
+        yield "??  unlikely: so too, and more is predicted than the device has"
     if not every and len(found.best) < len(found.listed):
         hidden = len(found.listed) - len(found.best)
         yield f"{hidden:,} of these are as slow or slower with as much memory or more: --all lists them"

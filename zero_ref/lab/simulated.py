@@ -319,7 +319,7 @@ def _rows(runs: Sequence[SimulatedRun], bill: Bill | None) -> list[Row]:
         rows.append(Row("  on the host", [_bytes(memory.host_bytes) for memory in memories]))
     memory_gb = runs[0].scenario.cluster.device.memory_gb
     if memory_gb is not None:
-        rows.append(Row(f"  in {memory_gb:.1f} GB", [FITS[run.fits] for run in runs]))
+        rows.append(Row(f"  in {memory_gb:.1f} GB", [_verdict(run) for run in runs]))
     calls = [f"{run.calls:,.4g}" if run.calls < 10 else f"{run.calls:,.0f}" for run in runs]
     rows += [
         Row("network", [""] * len(runs), "bold"),
@@ -339,6 +339,13 @@ def _rows(runs: Sequence[SimulatedRun], bill: Bill | None) -> list[Row]:
         Row("MFU", [f"{run.utilisation:.1%}" for run in runs]),
         *_bill_rows(runs, bill),
     ]
+
+
+def _verdict(run: SimulatedRun) -> str:
+    """Whether it fits: unlikely, if more is predicted than there is, though the interval has less too."""
+    memory_gb = run.scenario.cluster.device.memory_gb
+    unlikely = run.fits is None and memory_gb is not None and run.peak_bytes > 1e9 * memory_gb
+    return "unlikely" if unlikely else FITS[run.fits]
 
 
 def _bill_rows(runs: Sequence[SimulatedRun], bill: Bill | None) -> Iterator[Row]:

@@ -24,6 +24,21 @@ from zero_ref.simulator.architectures import (
 from zero_ref.simulator.configuration import from_config as from_config
 from zero_ref.simulator.layers import ParamShape as ParamShape
 
+QWEN_3 = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
@@ -56,20 +71,14 @@ TRANSFORMERS: dict[str, Transformer] = {
     "llama3-405b": Llama(
         width=16384, depth=126, hidden=53248, heads=128, key_value_heads=8, vocabulary=128256
     ),
-    "qwen3-30b-a3b": from_config(
-        {
-            "model_type": "qwen3_moe",
-            "hidden_size": 2048,
-            "num_hidden_layers": 48,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "max_position_embeddings": 40960,
+    "qwen3-30b-a3b": from_config(QWEN_3),
+    "qwen3-235b-a22b": from_config(
+        QWEN_3
+        | {
+            "hidden_size": 4096,
+            "num_hidden_layers": 94,
+            "moe_intermediate_size": 1536,
+            "num_attention_heads": 64,
         }
     ),
     "deepseek-v3": from_config(DEEPSEEK_V3),

@@ -148,6 +148,13 @@ class RankWork(Training):
         )  # fmt: skip
         return sum(seen) / self.active
 
+    def utilisation_at(self, iteration_ms: float) -> float:
+        """Model FLOPs utilisation, if an iteration takes so long; see `SimulatedRun.utilisation`."""
+        of_token = 6 * self.active * (1 + self.attention_share)
+        if self.lora is not None:  # of frozen parameters no gradients are made
+            of_token -= 2 * (self.active - self.trained_numel)
+        return of_token * self.tokens / (iteration_ms * self.machine.device.tflops * 1e9)
+
     @cached_property
     def kernels(self) -> Kernels | None:
         """The work of forward and backward of a micro-batch; None for a model that is no transformer."""

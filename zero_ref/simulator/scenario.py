@@ -452,12 +452,7 @@ class SimulatedRun:
 
         Source: PaLM (arXiv:2204.02311), appendix B.
         """
-        scenario = self.scenario
-        of_token = 6 * scenario.active * (1 + scenario.attention_share)
-        if scenario.lora is not None:  # of frozen parameters no gradients are made
-            of_token -= 2 * (scenario.active - scenario.trained_numel)
-        operations = of_token * scenario.tokens
-        return operations / (self.iteration_ms * self.scenario.machine.device.tflops * 1e9)
+        return self.scenario.utilisation_at(self.iteration_ms)
 
     def _an_iteration(self, amount: float) -> float:
         return amount / self.schedule.iterations

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from zero_ref.simulator import spread
 from zero_ref.simulator.activations import kinds_apart
@@ -21,7 +22,23 @@ from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import Schedule
 
 SEARCHED = ("ddp", "zero-even", "zero-2", "zero-3")
-"""The strategies that are tried: `zero` and `zero-bucket` hold and send as much as `zero-even`, or more."""
+"""The strategies that are tried: `zero` and `zero-bucket` hold and send as much as `zero-even`, or more. On
+one rank all are one program, and the first is tried alone."""
+
+OFFLOADED = ("zero-even", "zero-2")
+"""The strategies whose optimizer state can be on the CPU."""
+
+REMEDIES: dict[str, dict[str, Any]] = {
+    "--fused-loss": {"fused_loss": True},
+    "--offload": {"offload": True},
+    "--no-masters": {"masters": False},
+    "--lora 16": {"lora": 16},
+}
+"""What can make a run fit, by the words of a command line, and the fields that say so. The first costs a
+kernel, the second time, the third precision, and the last trains another thing."""
+
+MOST_RANKS = 16
+"""So many times as many ranks are tried, if nothing else makes a run fit."""
 
 NEAR = 1 / 16
 """Accumulation is a whole number of batches: an update may have this share of the tokens more or less."""
@@ -71,6 +88,21 @@ class Candidate:
         return 1e3 * self.tokens / self.update_ms
 
     @property
+    def is_unlikely(self) -> bool:
+        """Whether more memory is predicted than the device has, though the interval has it in it."""
+        memory_gb = self.scenario.cluster.device.memory_gb
+        return self.fits is None and memory_gb is not None and self.peak_bytes > 1e9 * memory_gb
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs utilisation, as of a `SimulatedRun`.
+
+        Raises:
+            ValueError: it was not timed.
+        """
+        return self.scenario.utilisation_at(1e3 * self.tokens / self.tokens_per_second)
+
+    @property
     def memory_interval(self) -> tuple[float, float]:
         """Bytes between which the real memory is expected."""
         return spread.MEMORY.around(self.peak_bytes)
@@ -80,6 +112,11 @@ class Candidate:
         """Tokens a second between which the real rate is expected."""
         low, high = spread.around(1.0)
         return self.tokens_per_second / high, self.tokens_per_second / low
+
+
+def _rate(one: Candidate) -> float:
+    """Equal speeds differ in their last digits, on each machine in others; these are left out."""
+    return float(f"{one.tokens_per_second:.9g}")
 
 
 @dataclass(frozen=True)
@@ -120,19 +157,23 @@ class Found:
 
     @cached_property
     def listed(self) -> list[Candidate]:
-        """Candidates that fit or may fit, the fastest first; of equally fast ones the leanest first."""
+        """Candidates that fit, then those that may, the fastest first; of equally fast ones the leanest."""
         may_fit = [one for one in self.candidates if one.fits is not False]
-        # Equal speeds differ in their last digits, on each machine in others: they are ordered by memory.
-        return sorted(may_fit, key=lambda one: (-float(f"{one.tokens_per_second:.9g}"), one.peak_bytes))
+        return sorted(may_fit, key=lambda one: (one.fits is None, -_rate(one), one.peak_bytes))
 
     @cached_property
     def best(self) -> list[Candidate]:
-        """The Pareto list, the fastest first: nothing that is as fast needs as little memory."""
+        """The Pareto list in the same order: nothing that is as fast needs as little memory."""
         kept: list[Candidate] = []
-        for one in self.listed:
+        for one in sorted(self.listed, key=lambda one: (-_rate(one), one.peak_bytes)):
             if not kept or one.peak_bytes < kept[-1].peak_bytes:
                 kept.append(one)
-        return kept
+        return sorted(kept, key=self.listed.index)
+
+    @property
+    def nearest(self) -> Candidate | None:
+        """The candidate that needs the least memory; None if none was tried."""
+        return min(self.candidates, key=lambda one: one.peak_bytes, default=None)
 
     def left_out(self, strategy: str) -> LeftOut | None:
         """The runs that do not fit under a strategy; None if none was left out."""
@@ -165,6 +206,8 @@ def search(scenario: Scenario, tokens: int, strategies: Sequence[str] = SEARCHED
     if tokens < 1:
         raise ValueError(f"an update has at least 1 token, got {tokens}.")
     sequences = max(1, round(tokens / (scenario.tokens_of_sequence * scenario.world_size)))
+    if scenario.world_size == 1:
+        strategies = strategies[:1]
     candidates: list[Candidate] = []
     larger: dict[str, int] = {}
     impossible: dict[str, str] = {}
@@ -178,6 +221,56 @@ def search(scenario: Scenario, tokens: int, strategies: Sequence[str] = SEARCHED
             candidates += found
             larger[strategy] = larger.get(strategy, 0) + more
     return Found(tokens, candidates, larger, impossible)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change with which a run surely fits.
+
+    Args:
+        words: that are added to the command line, or the number of ranks that replaces its own.
+        best: the fastest way that then fits.
+    """
+
+    words: str
+    best: Candidate
+
+
+def remedies(scenario: Scenario, tokens: int) -> list[Remedy]:
+    """What makes a run fit that does not: REMEDIES one by one, and more ranks, in this order.
+
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> from zero_ref.simulator.models import MODELS
+    >>> alone = Scenario(MODELS["gpt2-xl"], cluster("rtx4090-10gbe"), world_size=1)
+    >>> [one.words for one in remedies(alone, tokens=8192)]
+    ['--offload', '--no-masters', '--lora 16', '--ranks 2']
+
+    Args:
+        scenario, tokens: as of `search`.
+    """
+    found: list[Remedy] = []
+    for words, fields in REMEDIES.items():
+        try:
+            changed = replace(scenario, **fields)
+        except ValueError:  # the model, the optimizer or the device has no such thing
+            continue
+        strategies = OFFLOADED if changed.offload and not scenario.offload else SEARCHED
+        _add_remedy(found, words, changed, tokens, strategies)
+    ranks = 2 * scenario.world_size
+    while ranks <= MOST_RANKS * scenario.world_size:
+        if _add_remedy(found, f"--ranks {ranks}", replace(scenario, world_size=ranks), tokens, SEARCHED):
+            break
+        ranks *= 2
+    return found
+
+
+def _add_remedy(
+    found: list[Remedy], words: str, changed: Scenario, tokens: int, strategies: Sequence[str]
+) -> bool:
+    listed = search(changed, tokens, strategies).listed
+    if listed and listed[0].fits:
+        found.append(Remedy(words, listed[0]))
+    return bool(listed) and listed[0].fits is True
 
 
 def groups(scenario: Scenario, strategy: str) -> tuple[int | None, ...]:
