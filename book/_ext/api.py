@@ -189,7 +189,6 @@ CHAPTER_OF = {
     "zero_ref.lab.stairs": None,
     "zero_ref_course": None,
     "zero_ref_course.rungs": None,
-    "zero_ref_course.sharded_class": None,
 }
 """The chapter of a name, or of a module's other names; 0 is the tour, None stands for all chapters."""
 

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from zero_ref.cli._common import CommandError, Subparsers, need, write_text
-from zero_ref.lab._arguments import OutputFile, printable, rank_processes, seed, whole
+from zero_ref.lab._arguments import OutputFile, json_text, printable, rank_processes, seed, whole
 
 
 def register_doctor(subparsers: Subparsers) -> None:
@@ -14,7 +14,8 @@ def register_doctor(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "doctor",
         help="compare a sharded optimizer of your own with the plain loop, on real ranks",
-        usage="zero-ref doctor FILE.py:FACTORY (--reference NAME | --from-plain CLASS) [option ...]",
+        usage="zero-ref doctor FILE.py:FACTORY (--reference NAME | --from-plain CLASS) [option ...]\n"
+        "       zero-ref doctor --class FILE.py:NAME [--ranks N ...] [--timeout SECONDS] [--json]",
         description="Run a factory's optimizer on real ranks, and compare it with the plain loop: one "
         "process with the data of all ranks. Say the first step, parameter, rank and range that departs, and "
         "the likely cause. Ends with code 0 if nothing departs, 1 if something departs or the program raises "
@@ -25,8 +26,13 @@ def register_doctor(subparsers: Subparsers) -> None:
         "first. book/doctor.md says what each trial does.",
     )
     parser.add_argument(
-        "factory", metavar="FILE.py:FACTORY", help="a function that takes a model, and returns the "
-        "optimizer, (optimizer, wrapper), or a doctor.Program"
+        "factory", metavar="FILE.py:FACTORY", nargs="?", help="a function that takes a model, and returns "
+        "the optimizer, (optimizer, wrapper), or a doctor.Program"
+    )  # fmt: skip
+    parser.add_argument(
+        "--class", dest="interface", metavar="FILE.py:NAME", help="check a sharded optimizer, a DDP or an "
+        "FSDP by its interface alone: NAME(params, optimizer_class, **options), NAME(module), or "
+        "NAME(module, compute_dtype=None)",
     )  # fmt: skip
     parser.add_argument(
         "--ranks", type=rank_processes, nargs="+", default=[2, 3], metavar="N",
@@ -44,7 +50,7 @@ def register_doctor(subparsers: Subparsers) -> None:
         "--backend", choices=["gloo", "nccl"], default="gloo",
         help="of the process groups (default: %(default)s)",
     )  # fmt: skip
-    plain = parser.add_mutually_exclusive_group(required=True)
+    plain = parser.add_mutually_exclusive_group()
     plain.add_argument(
         "--reference", metavar="NAME", help="a factory in the same file that gives the plain optimizer"
     )
@@ -85,6 +91,12 @@ def register_doctor(subparsers: Subparsers) -> None:
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Examine the program; return 1 if it departs from the plain loop."""
     doctor, files = need("zero_ref.doctor", code=2), need("zero_ref.doctor.files", code=2)
+    if (arguments.factory is None) == (arguments.interface is None):
+        raise CommandError("give FILE.py:FACTORY, or --class FILE.py:NAME.")
+    if arguments.interface is not None:
+        return run_class(arguments, files)
+    if not (arguments.reference or arguments.from_plain):
+        raise CommandError("give --reference NAME or --from-plain CLASS: one of them is the plain loop.")
     try:
         factory = files.InFile.of(arguments.factory)
         factory.loaded()
@@ -104,6 +116,24 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if report.healthy and arguments.strict and report.refused:
         raise CommandError(report.refusals, code=1)
     return 0 if report.healthy else 1
+
+
+def run_class(arguments: argparse.Namespace, files: Any) -> int:
+    """Check a class by its interface; return 1 if a check fails."""
+    interface, found = need("zero_ref.doctor.interface", code=2), []
+    try:
+        target = files.InFile.of(arguments.interface)
+        for one in interface.check_class(target, arguments.ranks, arguments.timeout):
+            found.append(one)
+            if not arguments.json:
+                lines = printable(one.text).splitlines() or [""]
+                print(f"{'holds' if one.holds else 'FAILED':<7} {one.check:<14} {lines[0]}", flush=True)
+                print(*(f"        {line}" for line in lines[1:]), sep="\n", end="\n" if lines[1:] else "")
+    except (OSError, ValueError, TypeError) as error:
+        raise CommandError(printable(str(error))) from None
+    if arguments.json:
+        print(json_text({"checks": [one._asdict() for one in found]}))
+    return 0 if all(one.holds for one in found) else 1
 
 
 def plain_loop(arguments: argparse.Namespace, factory: Any, files: Any) -> dict[str, Any]:

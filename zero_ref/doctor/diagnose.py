@@ -135,6 +135,7 @@ def diagnose(
         tuple(doctor.raised),
         tuple(doctor.not_tried),
         {"steps": steps, "seed": seed, "masters": masters, "backend": backend},
+        tuple(sorted(doctor.given)),
     )
 
 
@@ -286,6 +287,7 @@ class _Doctor:
         self.departures: list[Departure] = []
         self.raised: list[Raised] = []
         self.not_tried: list[NotTried] = []
+        self.given: set[str] = set()
         self.causes = Causes()
 
     def other(self, number: int) -> int:
@@ -371,6 +373,7 @@ class _Doctor:
                 for outcome in outcomes:
                     assert isinstance(outcome, Played)
                     traces.append(outcome.trace)
+                    self.given |= outcome.given
                     module = module or outcome.module
                     options = options or outcome.options
                 parts.append(Part(traces))

@@ -9,7 +9,7 @@ import math
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ref.doctor.model import ODD, Model, batch_for, drawn, set_values
+from zero_ref.doctor.nccl_on_gloo import nccl_on_gloo
 from zero_ref.doctor.program import Loss, NotSupportedError, Program, as_program
 from zero_ref.doctor.trace import Snapshot, Trace, noted
 from zero_ref.doctor.trials import ADDED, FROZEN, MICRO, Step, Trial
@@ -134,12 +135,14 @@ class Played:
 
     Attributes:
         module: where the program has a model of its own, a copy of it as it was at first.
+        given: what a shim gave to the program, because Gloo lacks it.
         options: numbers that all groups of the program's optimizer agree on, by their names.
     """
 
     trace: Trace
     module: Any = None
     options: dict[str, Any] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
 
 
 def options_of(optimizer: Any) -> dict[str, Any]:
@@ -299,7 +302,9 @@ def play_on_rank(case: Case) -> Played | Refused:
             warnings.simplefilter(
                 "default"
             )  # a warning of the program is no error, whatever the caller's filters
-            return player.play_all()
+            with nccl_on_gloo() as given:
+                played = player.play_all()
+            return replace(played, given=frozenset(given)) if isinstance(played, Played) else played
     except NotSupportedError as refusal:
         leave_refusal(Path(case.folder), player.rank, str(refusal))
         return Refused(str(refusal))

@@ -140,6 +140,7 @@ class Report:
         raised: trials in which the program raised, ended or hung.
         not_tried: trials that were not played, each with its reason.
         settings: steps, seed, masters and backend, to repeat the run.
+        given: the calls of NCCL that Gloo lacks and `nccl_on_gloo` gave to the program.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Report:
     raised: tuple[Raised, ...]
     not_tried: tuple[NotTried, ...]
     settings: dict[str, Any] = field(default_factory=dict)
+    given: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -197,6 +199,8 @@ class Report:
         good = [name for name in names if name not in bad]
         if good:
             lines.append(f"equal to the plain loop: {', '.join(good)}")
+        if self.given:
+            lines.append(f"given by the doctor, since Gloo lacks it: {'; '.join(self.given)}")
         for same in grouped(self.departures):
             lines += ["", str(same[0]), *_also(same[1:])]
             if not same[0].causes and any(one.trial == "plain" and one.causes for one in self.departures):

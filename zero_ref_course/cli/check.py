@@ -6,8 +6,6 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any
 
 from zero_ref.cli._common import CommandError, Subparsers, need, reason
 from zero_ref.lab._arguments import printable
@@ -28,22 +26,14 @@ def register_check(subparsers: Subparsers) -> None:
         help="of a Python file: look no further than this rung, which must hold: owners, step, buckets, "
         "in_backward, to_owners, shards, stage_3, checkpoint, masters or options",
     )
-    parser.add_argument(
-        "--class", dest="class_name", metavar="NAME",
-        help="of a Python file: hold this sharded optimizer class against the plain one, whoever wrote it",
-    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON, with the messages in full")
     parser.set_defaults(run=run_check)
 
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Print how each exercise or rung went; return 1 if one failed."""
-    if arguments.class_name and arguments.rung:
-        raise CommandError("--rung is for my_zero.py, --class for a class of any file: give one of them.")
     if arguments.file.endswith(".py"):
-        return _check_class(arguments) if arguments.class_name else _check_own(arguments)
-    if arguments.class_name:
-        raise CommandError(f"--class is for a Python file, and {arguments.file} is none.")
+        return _check_own(arguments)
     if arguments.rung:
         raise CommandError(f"--rung is for a Python file, and {arguments.file} is none.")
     return _check_notebook(arguments)
@@ -71,37 +61,19 @@ def _check_notebook(arguments: argparse.Namespace) -> int:
 
 def _check_own(arguments: argparse.Namespace) -> int:
     rungs = need("zero_ref_course.rungs")
-    results = _told(arguments, lambda: rungs.check_rungs(arguments.file, arguments.rung), rungs.line)
-    last = results[-1]
-    wanting = arguments.rung and (last.rung, last.state) != (rungs.rung_named(arguments.rung), "holds")
-    return 1 if wanting or any(result.state == "FAILED" for result in results) else 0
-
-
-def _check_class(arguments: argparse.Namespace) -> int:
-    sharded_class = need("zero_ref_course.sharded_class")
-    results = _told(
-        arguments,
-        lambda: sharded_class.check_class(arguments.file, arguments.class_name),
-        lambda result: f"{result.state:<7}  {result.rung:<12}  {result.message}",
-    )
-    return 0 if all(result.state == "holds" for result in results) else 1
-
-
-def _told(
-    arguments: argparse.Namespace, check: Callable[[], Iterable[Any]], line: Callable[[Any], str]
-) -> list[Any]:
-    """Print the results, each as it comes or all as JSON, and return them."""
     results, out = [], sys.stdout
     try:
         # What the reader's code prints is no part of the answer.
         with contextlib.redirect_stdout(sys.stderr):
-            for result in check():
+            for result in rungs.check_rungs(arguments.file, arguments.rung):
                 results.append(result)
                 if not arguments.json:
-                    said = "\n".join(map(printable, line(result).splitlines()))
+                    said = "\n".join(map(printable, rungs.line(result).splitlines()))
                     print(said, file=out, flush=True)
     except (OSError, ValueError) as error:
         raise CommandError(reason(error)) from None
     if arguments.json:
         print(json.dumps([result._asdict() for result in results], indent=2, allow_nan=False))
-    return results
+    last = results[-1]
+    wanting = arguments.rung and (last.rung, last.state) != (rungs.rung_named(arguments.rung), "holds")
+    return 1 if wanting or any(result.state == "FAILED" for result in results) else 0

@@ -1,0 +1,251 @@
+"""`watch` on running jobs: no remark on right ones, and what is wrong, where and by how much."""
+
+from __future__ import annotations
+
+import os
+import re
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from library.watched_jobs import WRONG, Job
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from zero_ref import ShardedDataParallel, ZeroRedundancyOptimizer, reduce_to_owners
+from zero_ref.doctor.watch import VARIABLE, watch
+from zero_ref.lab import ranks
+
+pytestmark = pytest.mark.ranks
+ADAMW = torch.optim.AdamW
+
+
+def run(kind: type[Job]) -> list[str]:
+    return kind().run()
+
+
+def findings(kind: type[Job], number: int = 2) -> list[str]:
+    of_ranks = ranks.run(run, number, kind, timeout=120)
+    assert all(one == of_ranks[0] for one in of_ranks), "ranks have other findings"
+    return of_ranks[0]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_nothing_is_said_of_a_right_job(number: int) -> None:
+    assert findings(Job, number) == []
+
+
+@pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
+def test_what_is_wrong_in_a_job_is_said(kind: type[Job]) -> None:
+    found = findings(kind)
+    if kind.says is None:
+        assert found == []
+    else:
+        assert re.search(kind.says, found[0]), found
+
+
+def test_of_21_wrong_jobs_17_are_seen() -> None:
+    assert (len(WRONG), sum(kind.says is not None for kind in WRONG)) == (21, 17)
+
+
+def model_and_data() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    return model, torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def plain_ddp(model: nn.Module) -> tuple[Any, Any]:
+    ddp = DDP(model)
+    return torch.optim.AdamW(ddp.parameters(), lr=0.05), ddp
+
+
+def ours(partition: str, **options: Any) -> Any:
+    def make(model: nn.Module) -> tuple[Any, Any]:
+        ddp = DDP(model)
+        return ZeroRedundancyOptimizer(ddp.parameters(), ADAMW, partition=partition, lr=0.05, **options), ddp
+
+    return make
+
+
+def reduced_to_owners(model: nn.Module) -> tuple[Any, Any]:
+    optimizer, ddp = ours("even")(model)
+    ddp.register_comm_hook(None, reduce_to_owners(optimizer))
+    return optimizer, ddp
+
+
+def our_wrapper(model: nn.Module) -> tuple[Any, Any]:
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), ADAMW, partition="equal_shares", lr=0.05)
+    return optimizer, ShardedDataParallel(model, optimizer, gather_in_forward=True)
+
+
+def torchs(model: nn.Module) -> tuple[Any, Any]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer as Torchs
+
+    ddp = DDP(model)
+    return Torchs(ddp.parameters(), ADAMW, lr=0.05), ddp
+
+
+def fsdp2(model: nn.Module) -> tuple[Any, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model)
+    return torch.optim.AdamW(model.parameters(), lr=0.05), model
+
+
+OWNERS = {
+    "a plain optimizer under DDP": plain_ddp,
+    "ours, whole parameters": ours("sorted_greedy"),
+    "ours, slices": ours("even"),
+    "ours, gradients on owners": reduced_to_owners,
+    "our wrapper": our_wrapper,
+    "torch's": torchs,
+    "FSDP2": fsdp2,
+}
+
+
+def watched(make: Any, spoils: bool) -> list[str]:
+    model, data = model_and_data()
+    optimizer, wrapper = make(model)
+    if spoils:
+        step = optimizer.step
+
+        def step_too_far(self: Any) -> None:
+            step()
+            param = next(model.parameters())
+            with torch.no_grad():
+                getattr(param, "_local_tensor", param).mul_(1.5)
+
+        optimizer.step = types.MethodType(step_too_far, optimizer)
+    seen = watch(optimizer, model=model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for inputs in data:
+        optimizer.zero_grad()
+        wrapper(inputs).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    return [str(one) for one in seen.findings]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OWNERS)
+def test_owners_that_hold_parts_are_followed(name: str) -> None:
+    assert ranks.run(watched, 2, OWNERS[name], False, timeout=120) == [[], []]
+    (first, *_), _ = ranks.run(watched, 2, OWNERS[name], True, timeout=120)
+    assert re.match(r"step 0, step: parameter 0 \(0.weight\) moved .* on the ranks \[0", first)
+
+
+def is_late() -> tuple[list[str], float]:
+    model, data = model_and_data()
+    optimizer, ddp = plain_ddp(model)
+    with watch(optimizer, wait=2) as seen:
+        ddp(data[0]).mean().backward()
+        if dist.get_rank() != 1:
+            optimizer.step()  # rank 1 leaves out this step
+        dist.barrier()
+        seen.stop()
+        found, seen.findings = seen.findings, []
+    return [str(one) for one in found], next(model.parameters()).sum().item()
+
+
+def test_a_rank_that_does_not_come_is_named_and_the_job_goes_on() -> None:
+    (first, moved), (second, stayed), _ = ranks.run(is_late, 3, timeout=120)
+    assert re.match(r"step 0, watch: it ends here: .*[Rr]anks? .*1", first[0], re.DOTALL), first
+    assert second == []
+    assert moved != stayed
+
+
+def raises_on_one_rank() -> list[str]:
+    model, data = model_and_data()
+    optimizer, ddp = plain_ddp(model)
+    seen = watch(optimizer, wait=30)
+
+    def cannot() -> None:
+        raise MemoryError("no room")
+
+    for inputs in data[:2]:
+        ddp(inputs).mean().backward()
+        if dist.get_rank() == 1 and seen.on:
+            seen.parts.add_up = cannot
+        optimizer.step()
+    return [str(one) for one in seen.findings]
+
+
+def test_an_error_in_the_watch_is_told_on_all_ranks() -> None:
+    said = "step 0, watch: it ends here: rank 1: MemoryError: no room"
+    assert ranks.run(raises_on_one_rank, 2, timeout=120) == [[said], [said]]
+
+
+def is_off() -> tuple[bool, list[str]]:
+    model, data = model_and_data()
+    optimizer, ddp = plain_ddp(model)
+    before = dict(vars(optimizer))
+    os.environ[VARIABLE] = "off"
+    try:
+        seen = watch(optimizer)
+        same = vars(optimizer) == before
+        if dist.get_rank():
+            next(model.parameters()).data.zero_()
+        ddp(data[0]).mean().backward()
+        optimizer.step()
+    finally:
+        del os.environ[VARIABLE]
+    return same, [str(one) for one in seen.findings]
+
+
+def test_one_variable_turns_it_off() -> None:
+    assert ranks.run(is_off, 2, timeout=60) == [(True, [])] * 2
+
+
+def is_sampled(steps: int | None, every: int) -> list[int]:
+    model, data = model_and_data()
+    optimizer, ddp = plain_ddp(model)
+    seen = watch(optimizer, every=every, steps=steps)
+    found = []
+    for number, inputs in enumerate(data):
+        ddp(inputs).mean().backward()
+        if number and dist.get_rank():
+            next(model.parameters()).data.add_(0.5)
+        optimizer.step()
+        found.append(len(seen.findings))
+        assert (seen._shadow is None) == (steps is not None and number >= steps)
+    return found
+
+
+def test_ranks_compare_in_sampled_steps_and_the_shadow_may_be_given_up() -> None:
+    assert ranks.run(is_sampled, 2, None, 3, timeout=60) == [[0, 0, 0, 1]] * 2
+    assert ranks.run(is_sampled, 2, 1, 1, timeout=60)[0][:2] == [0, 1]
+
+
+def in_a_test() -> str:
+    model, data = model_and_data()
+    optimizer, _ = plain_ddp(model)
+    try:
+        with watch(optimizer):
+            model(data[0]).mean().backward()
+            optimizer.step()
+    except AssertionError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_in_a_test_it_raises_at_the_end_and_says_its_memory_and_its_limit(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    found = ranks.run(in_a_test, 2)[0]
+    assert re.search("the watch found:\nstep 0, before step: gradient \\d differs", found)
+    said = capfd.readouterr().err
+    elements = 5 * 7 + 7 + 7 * 3 + 3
+    assert f"the shadow will hold {5 * 4 * elements / 1e6:.3f} MB" in said
+    assert "gradients that are wrong alike on all ranks are not seen here" in said
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    with pytest.raises(ValueError, match="Own may shard any class: give plain="):
+        watch(Own([nn.Parameter(torch.ones(2))]))
+    with pytest.raises(ValueError, match="every is 0"):
+        watch(torch.optim.SGD([nn.Parameter(torch.ones(2))]), every=0)
