@@ -168,7 +168,7 @@ class Watch:
     # -------------------------------------------------------------------- in the place of the optimizer's own
 
     def _steps(self, *args: Any, **kwargs: Any) -> Any:
-        if self.on and (args or kwargs.get("closure") is not None):
+        if self.on and (args[0] if args else kwargs.get("closure")) is not None:
             self.say("a step with a closure is not watched: its gradients come inside", once="closure")
             return self._own["step"](*args, **kwargs)
         self._guarded(self._before)
