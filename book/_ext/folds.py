@@ -1,8 +1,9 @@
-"""Sphinx extension: the bar of a folded cell describes the code in the cell.
+"""Sphinx extension: the bar of a folded cell describes the code in the cell. Cells of checks leave the page.
 
 MyST-NB would write "Show code cell source" on every bar, and a reader could not tell the imports from the
 code of a picture. The kind of a cell is found from its id, from the caption or the alternative text of its
-picture, or else from a tag with the name of the kind. `BARS` has the kinds.
+picture, or else from a tag with the name of the kind. `BARS` has the kinds. A cell of checks, whose id ends
+in `-asserts`, is run with its notebook, and tells a reader of the page nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from sphinx.util import logging
 BARS = {
     "imports": "Imports",
     "picture": "How this picture is drawn",
-    "checks": "The numbers above, checked",
     "functions": "Functions that the next cells use",
     "result": "How this result is computed",
     "solution": "A solution",
 }
 """The words on the bar of each kind of folded cell."""
 
+CHECKS = "checks"
+"""The kind of cells that stay in the notebook: asserts of the numbers that the text prints."""
+
 
 def kind_of(cell: dict[str, Any]) -> str | None:
-    """The kind of a cell, a key of BARS; None if nothing tells it.
+    """The kind of a cell, CHECKS or a key of BARS; None if nothing tells it.
 
     >>> kind_of({"id": "setup", "metadata": {}})
     'imports'
@@ -41,18 +44,18 @@ def kind_of(cell: dict[str, Any]) -> str | None:
         cell: of a notebook, as in its file.
     """
     metadata = cell["metadata"]
-    named = [tag for tag in metadata.get("tags", ()) if tag in BARS]
+    named = [tag for tag in metadata.get("tags", ()) if tag in BARS or tag == CHECKS]
     if named:
         return str(named[0])
     if cell["id"] == "setup":
         return "imports"
     if metadata.get("mystnb", {}).keys() & {"figure", "image"}:
         return "picture"
-    return "checks" if cell["id"].endswith("-asserts") else None
+    return CHECKS if cell["id"].endswith("-asserts") else None
 
 
 class NameBars(SphinxTransform):
-    """Puts the words on the bars of a page. MyST-NB makes the bars later, when the page is written."""
+    """Names the bars, which MyST-NB makes later, when the page is written, and takes checks out."""
 
     default_priority = 400
 
@@ -66,6 +69,9 @@ class NameBars(SphinxTransform):
         for node in folded:
             cell = cells[node["cell_index"]]
             kind = kind_of(cell)
+            if kind == CHECKS:
+                node.parent.remove(node)
+                continue
             if kind is None:
                 logging.getLogger(__name__).warning(
                     "cell %r is folded, and nothing says what it is: give it one of the tags %s",

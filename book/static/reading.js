@@ -2,7 +2,7 @@
 // browser, and nothing is sent. "Start again" at the foot of the sidebar takes ticks and predictions back.
 (() => {
   const READ = "zero_ref read";
-  const KEPT = [READ, "zero_ref predictions"];
+  const KEPT = [READ, "zero_ref predictions", "zero_ref predictions shown"];
   const isChapter = (path) => /\/notebooks\/\d\d_\w+\.html$/.test(path);
 
   function read() {

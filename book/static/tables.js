@@ -6,3 +6,8 @@ const watched = new ResizeObserver((entries) => {
     }
 });
 document.querySelectorAll(".pst-scrollable-table-container").forEach((table) => watched.observe(table));
+// Lines of output wrap. Columns that print has aligned would fall apart, so such an output scrolls instead.
+document.querySelectorAll(".cell_output .output:is(.stream, .text_plain)").forEach((output) => {
+    const aligned = output.textContent.split("\n").filter((line) => /\S {2,}\S/.test(line));
+    output.classList.toggle("in-columns", aligned.length > 1);
+});

@@ -228,7 +228,7 @@ def test_before_the_prediction_there_is_no_result_and_before_the_button_no_pytho
     page = one.page
     page.evaluate("localStorage.clear()")
     page.reload()
-    covered = page.locator(".cell.tag_try-it:has(> .cell_output.prediction-covered)")
+    covered = page.locator(".cell.tag_try-it:has(> .prediction-cover[hidden])")
     assert covered.count() > 0
     assert not covered.first.locator(".try-it-bar").is_visible()
     skip_predictions(page)

@@ -11,6 +11,7 @@ UNFOLD = """() => {
     still.textContent = "*, ::before, ::after { animation: none !important; transition: none !important; }";
     document.head.append(still);
     document.querySelectorAll("details").forEach(fold => { fold.open = true; });
+    document.querySelectorAll(".prediction-cover").forEach(cover => { cover.removeAttribute("hidden"); });
 }"""
 
 # Of the words in a block of code that look alike, one keeps a box of its own: axe-core looks at each box,
@@ -51,6 +52,24 @@ STICKS_OUT = """() => {
             .slice(0, 8).map(e => `${e.tagName}.${e.className}: ${e.textContent.trim().slice(0, 60)}`));
 }"""
 
+# Words in tables that are set on more than one line. A line may end after a hyphen, a slash and the like.
+BROKEN_WORDS = """() => {
+    const broken = [], range = document.createRange();
+    for (const cell of document.querySelectorAll("article table:not(.genindextable) :is(td, th)")) {
+        const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+        for (let text = texts.nextNode(); text; text = texts.nextNode()) {
+            if (text.parentElement.closest("mjx-container, script")) continue;
+            for (const { 0: word, index } of text.data.matchAll(/\\w{2,}/g)) {
+                range.setStart(text, index);
+                range.setEnd(text, index + word.length);
+                const lines = new Set([...range.getClientRects()].map((box) => Math.round(box.top)));
+                if (lines.size > 1) broken.push(word);
+            }
+        }
+    }
+    return broken;
+}"""
+
 PASSED_OVER = """() => [...document.querySelectorAll("a[href], button, summary, input, select, textarea")]
     .filter(e => e.tabIndex < 0 && !e.disabled && e.checkVisibility({visibilityProperty: true}))
     .map(e => e.outerHTML.slice(0, 120))"""
@@ -73,6 +92,7 @@ def test_a_page_is_whole_and_open_to_every_reader(visit, axe, address):
 
     page.set_viewport_size({"width": PHONE, "height": 844})
     assert page.evaluate(STICKS_OUT) == []
+    assert page.evaluate(BROKEN_WORDS) == []
     assert page.evaluate(PASSED_OVER) == []
     assert read.trouble() == []
 
@@ -88,3 +108,20 @@ def test_old_addresses_of_chapters_lead_to_the_new_ones_and_to_the_place_in_them
     for old, new in forwarded.items():
         read.page.goto(f"{read.site}{old}.html#exercises")
         read.page.wait_for_url(f"**/notebooks/{new}#exercises")
+
+
+def test_a_figure_too_small_to_read_on_a_phone_has_a_larger_view(visit):
+    page = visit("notebooks/03_partition.html", width=PHONE).page
+    image = page.locator("article .cell_output img:visible").first
+    image.scroll_into_view_if_needed()
+    page.wait_for_function("document.querySelector('img.figure-small')")
+    small = image.evaluate("(image) => image.clientWidth")
+    image.click()
+    view = page.locator("dialog.figure-view")
+    assert view.locator("img").evaluate("(image) => image.clientWidth") > 1.4 * small
+    assert page.evaluate("document.activeElement.textContent") == "Close"
+    page.keyboard.press("Escape")
+    assert view.count() == 0
+    image.locator("xpath=following-sibling::button").click()
+    view.get_by_role("button", name="Close").click()
+    assert view.count() == 0

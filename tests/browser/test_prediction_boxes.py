@@ -1,6 +1,7 @@
 """Predictions, sliders and ticks on the pages: asked first, kept, compared as in the package."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,46 @@ from zero_ref.live.page import frames
 from zero_ref_course.predictions import prediction_named
 
 CHAPTER = "notebooks/03_partition.html"
+OTHER = "notebooks/16_scale.html"
 NAME = "partition.crossover"
+
+# Words that a reader cannot see and that no visible mark stands for: a bar of a fold, or the line in a gap.
+WITHOUT_A_MARK = """() => {
+    const found = [], article = document.querySelector("article");
+    const texts = document.createTreeWalker(article, NodeFilter.SHOW_TEXT);
+    const seen = (element) => element.checkVisibility();
+    for (let text = texts.nextNode(); text; text = texts.nextNode()) {
+        const holder = text.parentElement;
+        if (!text.data.trim() || seen(holder)) continue;
+        if (holder.closest("script, style, template, mjx-container")) continue;
+        const fold = holder.closest("details:not([open])");
+        if (fold && seen(fold.querySelector("summary"))) continue;
+        const cover = holder.closest(".prediction-cover[hidden]");
+        const gap = cover?.previousElementSibling;
+        if (gap?.matches(".prediction-gap") && seen(gap) && /^Covered: \\d+ /.test(gap.textContent)) continue;
+        if (holder.closest(".prediction form, .prediction-gap, .figure-larger, .try-it-bar")) continue;
+        found.push(...text.data.trim().split(/\\s+/));
+    }
+    return found;
+}"""
+
+# Headings whose first block is covered, and a chapter's picture if it is.
+NEVER_COVERED = """() => {
+    const cover = ".prediction-cover[hidden]";
+    const covered = (block) => block?.closest(cover) || block?.matches(`${cover}, .prediction-gap`);
+    const headings = [...document.querySelectorAll("article :is(h1, h2, h3)")];
+    const picture = headings.find((one) => one.firstChild.textContent.trim() === "The picture")
+        ?.parentElement.querySelector(".cell_output img, .cell_output svg");
+    const hidden = headings.filter((one) => covered(one) || covered(one.nextElementSibling));
+    return [...hidden.map((one) => one.textContent), ...(covered(picture) ? ["the picture"] : [])];
+}"""
+
+CHAPTERS = [
+    pytest.param(
+        f"notebooks/{path.stem}.html", marks=() if path.stem[:2] in {"03", "16"} else pytest.mark.thorough
+    )
+    for path in sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+]
 pytestmark = pytest.mark.browser
 
 
@@ -51,6 +91,55 @@ def test_results_are_covered_until_the_reader_commits(page: Page) -> None:
     page.reload()
     assert result(page).is_visible(), "it was not kept"
     assert not result(page, "partition.even").is_visible(), "the others stay covered"
+
+
+@pytest.mark.parametrize("address", CHAPTERS)
+def test_nothing_is_covered_without_a_mark_nor_a_heading_s_first_words(
+    visit: Callable[..., Visit], address: str
+) -> None:
+    page = fresh(visit, address)
+    assert page.evaluate(WITHOUT_A_MARK) == []
+    assert page.evaluate(NEVER_COVERED) == []
+    page.evaluate("document.querySelectorAll('.prediction-gap').forEach((gap) => gap.remove())")
+    if page.locator(".prediction").count():
+        assert len(page.evaluate(WITHOUT_A_MARK)) > 20, "what is covered is not counted"
+
+
+def test_the_line_in_a_gap_says_what_is_covered_and_leads_to_the_box_or_to_the_answer(page: Page) -> None:
+    gaps = page.locator(".prediction-gap:visible")
+    assert gaps.first.inner_text() == "Covered: 1 output. Commit, or show."
+    assert gaps.nth(1).inner_text() == "Covered: 2 paragraphs, 1 figure. Commit, or show."
+    gaps.nth(1).get_by_role("button", name="Commit").click()
+    assert page.evaluate("document.activeElement.id") == "prediction-partition-crossover"
+    gaps.nth(1).get_by_role("button", name="show").click()
+    assert result(page).is_visible()
+    assert box(page).locator(".prediction-said").inner_text() == "Shown without a prediction."
+
+
+def test_one_switch_shows_all_answers_of_a_page_and_one_those_of_the_book(
+    visit: Callable[..., Visit],
+) -> None:
+    page = fresh(visit, CHAPTER)
+    answers = page.locator(".prediction-result")
+    page.get_by_role("button", name="Show all on this page").click()
+    assert all(one.is_visible() for one in answers.all())
+    assert not page.locator(".prediction-gap:visible").count()
+    page.goto(page.url.replace(CHAPTER, OTHER))
+    assert not any(one.is_visible() for one in answers.all())
+    page.get_by_role("button", name="Show all in the book").click()
+    assert all(one.is_visible() for one in answers.all())
+    page.goto(page.url.replace(OTHER, CHAPTER))
+    assert all(one.is_visible() for one in answers.all())
+    page.get_by_role("button", name="Cover them again").click()
+    assert not any(one.is_visible() for one in answers.all())
+
+
+def test_a_search_in_the_page_and_a_link_find_what_is_covered(page: Page) -> None:
+    covers = page.locator(".prediction-cover")
+    assert {one.get_attribute("hidden") for one in covers.all()} == {"until-found"}
+    page.goto(f"{page.url}#fig-loads-64")
+    page.wait_for_function("document.getElementById('fig-loads-64').checkVisibility()")
+    assert result(page).is_visible(), "the whole answer is shown"
 
 
 @pytest.mark.parametrize(
