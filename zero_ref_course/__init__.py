@@ -56,13 +56,13 @@ CHAPTERS = (
     "precision",
     "matrices",
     "groups",
-    "join",
-    "scale",
-    "local_sgd",
-    "rpc",
     "museum",
+    "scale",
 )
 """The modules with graders, in the order of the chapters. A new chapter adds its name."""
+
+APPENDICES = ("local_sgd", "rpc", "join")
+"""Notebooks of a page, without exercises, after the chapters."""
 
 
 class _Short:

@@ -1,8 +1,7 @@
-"""Graders of the chapter on checkpoints: reads, shards put together, a killed save, a save that all have."""
+"""Graders of the chapter on checkpoints: what a new rank reads, shards put together."""
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import starmap
@@ -17,12 +16,8 @@ from zero_ref.plan.moves import moves
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref_course import Answer, ExerciseFailed, exercise, shown
-from zero_ref_course._cases import Form, check_cases, is_whole, list_of, named
-from zero_ref_course._company import outcomes_of
-from zero_ref_course._disk import Disk, Killed, load
+from zero_ref_course._cases import Form, check_cases, is_whole, list_of
 from zero_ref_course.predictions import prediction
-
-__all__ = ["Disk", "load"]  # what the chapter's exercises use
 
 # ---------------------------------------------------------------------------------- what to read
 
@@ -301,170 +296,6 @@ def _check_state(
             else f"{where}{key!r} has {int((value != right).sum())} wrong elements of {right.numel()}. A "
             "slice fills the elements `start` to `stop` of the flat tensor, and the slices together fill all."
         )
-
-
-# ----------------------------------------------------------------------------- killed while it saves
-
-WORLDS = [(1, 1), (3, 3), (4, 2), (2, 5)]
-"""The number of ranks of the complete save, and of the save that is killed."""
-
-
-@exercise("checkpoint.save", may_return_none=True)
-def save(answer: Answer) -> str:
-    """Kill the save at each of its changes of the disk, read after each, and save once more."""
-    killed = []
-    for before, after in WORLDS + answer.drawn(lambda rng: (rng.randint(1, 5), rng.randint(1, 5)), 2):
-        old, new = _shards("old", before), _shards("new", after)
-        start = {f"save-9/shard-{rank}-of-{before}": shard for rank, shard in enumerate(old)}
-        disk = Disk(start)
-        _save(answer, disk, 10, new)
-        _check_complete(disk, new, 10)
-        for killed_at in range(1, len(disk.changes) + 1):
-            disk = Disk(start, killed_at)
-            with contextlib.suppress(Killed):
-                _save(answer, disk, 10, new)
-            _check_after_kill(disk, old, new)
-            killed.append((disk.files, _shards("last", after)))
-    for files, last in killed:
-        disk = Disk(files)
-        _save(answer, disk, 11, last)
-        _check_complete(disk, last, 11)
-    return f"killed at {len(killed)} points, and no checkpoint lost"
-
-
-def _shards(word: str, world_size: int) -> list[bytes]:
-    return [f"{word} shard {rank} of {world_size}, ".encode() * (rank + 1) for rank in range(world_size)]
-
-
-def _save(answer: Answer, disk: Disk, number: int, shards: list[bytes]) -> None:
-    answer(disk, number, list(shards))
-    assert disk.changes, f"{answer.name} wrote nothing to the disk."
-
-
-def _check_after_kill(disk: Disk, old: list[bytes], new: list[bytes]) -> None:
-    done = ", ".join(disk.changes[:-1][-3:]) or "nothing"
-    where = f"killed in {disk.changes[-1]}, change {len(disk.changes)}, after {done}: "
-    try:
-        found = load(disk)
-    except FileNotFoundError:
-        raise ExerciseFailed(
-            f"{where}the reader finds no complete save. The old one may go only when the new one is complete."
-        ) from None
-    if found in (old, new):
-        return
-    for rank, shard in enumerate(found):
-        assert shard in (*old, *new), (
-            f"{where}the reader takes the half of shard {rank} for the whole. A file may have its final name "
-            "only when all of it is there: write it under another name, then rename it."
-        )
-    words = [shard.split()[0].decode() for shard in found]
-    raise ExerciseFailed(
-        f"{where}the reader finds shards of two saves side by side, {words}. A save "
-        "goes into a folder of its own, and no file of an older one is touched before it is complete."
-    )
-
-
-def _check_complete(disk: Disk, new: list[bytes], number: int) -> None:
-    names = [f"save-{number}/shard-{rank}-of-{len(new)}" for rank in range(len(new))]
-    missing = [name for name in names if name not in disk.files]
-    assert not missing, (
-        f"after save number {number} the file {missing[0]!r} is missing; there are {disk.names()}."
-    )
-    assert [disk.files[name] for name in names] == new, (
-        f"after save number {number} its files do not hold the shards, each in the file of its rank."
-    )
-    left = [name for name in disk.names() if name not in names]
-    assert not left, (
-        f"after save number {number} there still are {left}: what older saves and killed ones leave fills "
-        "the disk, save by save. Remove it at the end."
-    )
-
-
-# ----------------------------------------------------------------------- the newest save that all have
-
-INTACT: list[list[list[int]]] = [
-    [[10, 9], [9, 10]],
-    [[9, 7], [8, 7], [7]],
-    [[12, 11], [11]],
-    [[8, 9, 10], [9, 8]],
-    [[1, 4], [1, 5]],
-    [[3, 1], [2]],
-    [[], [4, 3]],
-    [[], []],
-    [[6, 4, 5]],
-    [[20, 18, 17, 16], [19, 18, 16], [20, 16], [18, 16, 12]],
-]
-"""The intact saves on each rank's disk: alike on all; an older one is the answer; no save is on all."""
-
-NUMBER_OR_NONE = Form(
-    lambda found: found is None or is_whole(found), "It must return the number of a save, or None."
-)
-
-
-@exercise("checkpoint.newest_common", may_return_none=True, on_ranks=True)
-def newest_common(answer: Answer) -> str:
-    """Check the newest save that is intact on all ranks' disks, on virtual ranks and then on real ones."""
-    for intact in INTACT + answer.drawn(_drawn_disks):
-        _check_newest(answer, intact)
-    for intact in INTACT[1:2] + INTACT[5:6]:
-        _check_newest(answer, intact, real=True)
-    return f"{len(INTACT)} times all ranks name the same save, twice on real ranks"
-
-
-def _drawn_disks(rng: random.Random) -> list[list[int]]:
-    return [rng.sample(range(1, 12), rng.randint(2, 8)) for _ in range(rng.randint(2, 4))]
-
-
-def _check_newest(answer: Answer, intact: list[list[int]], real: bool = False) -> None:
-    disks = ", ".join(f"{of_rank} on rank {rank}" for rank, of_rank in enumerate(intact))
-    outcomes = outcomes_of(
-        answer,
-        [(list(of_rank),) for of_rank in intact],
-        f"the saves {disks}",
-        "Ranks have different numbers of saves, and the tensors of a collective must have one shape on all "
-        "of them. A rank without a save makes every call, too.",
-        real=real,
-    )
-    common = set.intersection(*map(set, intact))
-    right = max(common, default=None)
-    found = []
-    for outcome in outcomes:
-        fits = NUMBER_OR_NONE.fits(outcome.value)
-        assert fits, f"{answer.name} returned {shown(outcome.value)}. {NUMBER_OR_NONE.words}"
-        found.append(outcome.value)
-    assert found == [right] * len(found), (
-        f"with the saves {disks}, {answer.name} returns {found}, rank by rank; it should be {right}. "
-        + _mistake_in_newest(found, intact, common)
-    )
-
-
-def _mistake_in_newest(found: list[Any], intact: list[list[int]], common: set[int]) -> str:
-    newest = [max(of_rank, default=None) for of_rank in intact]
-    known = [number for number in newest if number is not None]
-    saves = {number for of_rank in intact for number in of_rank}
-    return named(
-        {
-            "Each rank names the newest save of its own disk. To go on from different saves is to train a "
-            "model that never was.": found == newest and len(set(found)) > 1,
-            "Ranks name different saves. Each must see what all of them have, and decide alike.": (
-                len(set(found)) > 1
-            ),
-            "There is a save that all ranks have: where the newest is not, an older one will do.": (
-                found[0] is None
-            ),
-            "No rank has that save. Where there is none, return None.": found[0] not in saves,
-            "That is the oldest save that all ranks have.": found[0] == min(common, default=None),
-            "That is the newest that any rank has. A save is whole only if every rank's part is.": (
-                found[0] == max(known)
-            ),
-            "That is the oldest of the ranks' newest saves, and some rank has lost it: look for one that is "
-            "on all disks.": found[0] == min(known),
-            "Some rank lacks that save. Is it the number with which a shorter tensor is filled up?": (
-                found[0] not in common
-            ),
-        },
-        "Look for the saves that are on all disks, and take the one with the highest number.",
-    )
 
 
 # --------------------------------------------------------------------------------------- predictions

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from zero_ref_course import CHAPTERS
+from zero_ref_course import APPENDICES, CHAPTERS
 from zero_ref_course.notebook import read_notebook
 from zero_ref_course.plain import numbers_in, plain
 
@@ -160,7 +160,9 @@ def write_editions(
 
 
 def chapters_in(source: str | Path, chapters: Sequence[str] = ()) -> list[Path]:
-    """The notebooks of these chapters, in the order of `CHAPTERS`; all notebooks if no chapter is named.
+    """The notebooks of these chapters, in the order of `CHAPTERS`; all of them if none is named.
+
+    The appendices are no chapters.
 
     >>> [path.name for path in chapters_in("notebooks", ["step", "3"])]                  # doctest: +SKIP
     ['03_partition.ipynb', '04_step.ipynb']
@@ -171,7 +173,7 @@ def chapters_in(source: str | Path, chapters: Sequence[str] = ()) -> list[Path]:
     names_of: dict[Path, set[str]] = {}
     for path in sorted(Path(source).glob("[0-9]*_*.ipynb"), key=_place):
         number, _, name = path.stem.partition("_")
-        if number.strip("0"):  # 00 is the tour: a way in, and no chapter
+        if number.strip("0") and name not in APPENDICES:  # 00 is the tour: a way in, and no chapter
             names_of[path] = {number, number.lstrip("0"), name, path.stem, path.name}
     if not names_of:
         raise ValueError(

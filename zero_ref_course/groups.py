@@ -1,4 +1,4 @@
-"""Graders of the chapter on groups: a step that asks all ranks first, state that moves, frozen parameters."""
+"""Graders of the chapter on groups: a step that asks all ranks first, the calls after freezing."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from zero_ref.lab.model import GPT
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.choice import plan_partition
-from zero_ref.plan.partition import ParamSpec, Partition, Slice
-from zero_ref.plan.rules import even, from_lists, sorted_greedy
+from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.plan.rules import sorted_greedy
 from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref.simulator.messages import broadcasts_of_slices
 from zero_ref.simulator.models import from_module
 from zero_ref_course import Answer, ExerciseFailed, exercise, in_words, shown
-from zero_ref_course._cases import Form, check_cases, is_whole, list_of, named
+from zero_ref_course._cases import Form, is_whole, list_of
 from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
@@ -165,123 +165,6 @@ def _check_values(where: str, rank: int, found: AfterStep, flags: Sequence[bool]
         raise ExerciseFailed(
             f"{where}parameter {number} of rank {rank} is neither as before nor as after the plain step."
         )
-
-
-# -------------------------------------------------------------------------------- state to move
-
-BYTES_PER_ELEMENT = 8
-"""The bytes of Adam's two running means in float32, for each element."""
-
-
-@exercise("groups.state_to_move")
-def state_to_move(answer: Answer) -> str:
-    """Check the bytes of Adam's state that would change owner against a count of elements, one by one."""
-    cases = _pairs_of_partitions() + answer.drawn(_pair_of_partitions)
-    check_cases(
-        answer,
-        cases,
-        [BYTES_PER_ELEMENT * _elements_moved(*pair) for pair in cases],
-        Form(is_whole, "It must return a whole number of bytes.").returned_by,
-        otherwise=_mistake_in_bytes,
-        said=lambda theirs, right, before, after: (
-            f"from {_in_words(before)} to {_in_words(after)}: {right // BYTES_PER_ELEMENT} elements change "
-            f"owner, {right} bytes of state; {answer.name} says {theirs}."
-        ),
-    )
-    return f"{len(cases)} pairs of partitions, whole and cut, with parameters added and without"
-
-
-def _pairs_of_partitions() -> list[tuple[Partition, Partition]]:
-    first, second = [40, 30, 20, 10], [90, 25]
-    before = sorted_greedy(first, 2)
-    flat = even([192, 320], 2)
-    generator = random.Random(1)
-    pairs = [
-        (before, before.joined(sorted_greedy(second, 2, loads=before.loads))),
-        (before, sorted_greedy(first + second, 2)),
-        (before, from_lists(first, [[1, 2, 3], [0]])),
-        (flat, flat),
-        (flat, even([192, 320, 512], 2)),
-        (even([256], 2), from_lists([256], [[], [0]])),
-        (even([300, 500, 100], 3, alignment=1), even([300, 500, 100, 450], 3, alignment=1)),
-        (even([8, 9], 4, alignment=1), sorted_greedy([8, 9], 4)),
-    ]
-    return pairs + [_pair_of_partitions(generator) for _ in range(6)]
-
-
-def _pair_of_partitions(generator: random.Random) -> tuple[Partition, Partition]:
-    numels = [generator.randint(1, 50) for _ in range(6)]
-    return even(numels[:4], 3, alignment=1), sorted_greedy(numels, 3)
-
-
-def _owner_of_elements(partition: Partition, params: int) -> list[int]:
-    pieces = [piece for of_param in partition.pieces_of_param[:params] for piece in of_param]
-    return [owner for piece, owner in pieces for _ in range(piece.numel)]
-
-
-def _elements_moved(before: Partition, after: Partition) -> int:
-    params = len(before.numels)
-    pairs = zip(_owner_of_elements(before, params), _owner_of_elements(after, params), strict=True)
-    return sum(old != new for old, new in pairs)
-
-
-def _mistake_in_bytes(theirs: int, right: int, before: Partition, after: Partition) -> str:
-    moved = right // BYTES_PER_ELEMENT
-    added = sum(after.numels) - sum(before.numels)
-    loads_differ = sum(abs(old - new) for old, new in zip(before.loads, after.loads))
-    owners = [[[rank for _, rank in pieces] for pieces in each.pieces_of_param] for each in (before, after)]
-    of_params = sum(numel for numel, old, new in zip(before.numels, *owners) if old != new)
-    of_slices = sum(
-        piece.numel
-        for old, new in zip(before.slices_of_rank, after.slices_of_rank)
-        for piece in set(new) - set(old)
-        if piece.param < len(before.numels)
-    )
-    overlaps = _overlaps(before, after)
-    moving = [numel for numel, old, new in overlaps if old != new]
-    last_that_moves = ([numel for numel in moving if numel > 0] or [0])[-1]
-    return named(
-        {
-            "That is elements. Adam keeps 8 bytes for each.": theirs == moved,
-            "Adam keeps two means of 4 bytes for each element, not one.": theirs == 4 * moved,
-            "What one rank hands over another receives: count it once.": theirs == 16 * moved,
-            "An added parameter has no state yet: nothing of it can move.": theirs == 8 * (moved + added),
-            "Of a parameter that is cut, a part may keep its owner: look where an old and a new slice "
-            "overlap.": theirs in (8 * of_params, 8 * of_slices),
-            "That is by how much the loads differ. Compare who owns which elements, not how many.": (
-                theirs == 8 * loads_differ // 2
-            ),
-            "That is what keeps its owner. Count the elements whose owner is another one.": (
-                theirs == 8 * (sum(before.numels) - moved)
-            ),
-            "Slices that do not overlap have a negative overlap: count it as 0.": theirs == 8 * sum(moving),
-            "Count only what has another owner afterwards.": (
-                theirs == 8 * sum(max(0, numel) for numel, _, _ in overlaps)
-            ),
-            "That is the last overlap that moves. Add them all up.": theirs == 8 * last_that_moves,
-            "Some elements do change their owner: start from where old and new slices overlap.": theirs == 0,
-        },
-        "Count the elements that were there before and have another owner after.",
-    )
-
-
-def _overlaps(before: Partition, after: Partition) -> list[tuple[int, int, int]]:
-    """(elements, old owner, new owner) of each overlap of an old slice with a new one."""
-    return [
-        (min(old.stop, new.stop) - max(old.start, new.start), old_owner, new_owner)
-        for olds, news in zip(before.pieces_of_param, after.pieces_of_param)
-        for old, old_owner in olds
-        for new, new_owner in news
-    ]
-
-
-def _in_words(partition: Partition) -> str:
-    def slice_in_words(piece: Slice) -> str:
-        whole = piece.numel == partition.numels[piece.param]
-        return f"{piece.param}" if whole else f"{piece.param}[{piece.start}:{piece.stop}]"
-
-    of_ranks = [", ".join(map(slice_in_words, slices)) or "nothing" for slices in partition.slices_of_rank]
-    return " | ".join(of_ranks)
 
 
 # ---------------------------------------------------------------------------- the calls of a frozen model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,13 +14,11 @@ from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab.meter import recording
 from zero_ref.plan.calls import Call
-from zero_ref.plan.choice import loads_under, plan_partition
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.plan.rules import newton_schulz_operations
-from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref_course import Answer, ExerciseFailed, exercise, in_words, shown
-from zero_ref_course._cases import Form, named
-from zero_ref_course._company import on_ranks, on_virtual_ranks, outcomes_of
+from zero_ref_course._cases import Form
+from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
 # ----------------------------------------------------------------------------------------- may it be cut?
@@ -164,88 +161,6 @@ def may_be_cut(answer: Answer) -> str:
         )
     names = ", ".join(trial.optimizer_class.__name__ for trial in TRIALS)
     return f"the right verdict about {names}"
-
-
-# ------------------------------------------------------------------------ a matrix that is cut by rows
-
-ROWS: list[tuple[list[int], int]] = [([2, 2], 3), ([1, 4, 2], 5), ([3], 4), ([0, 3], 2), ([5, 0, 1, 7], 8)]
-"""The rows of the matrix on each rank, and its columns: equal numbers, unequal ones, one rank, no rows."""
-
-ALIKE = "Every rank makes the same calls, with tensors of one shape, also a rank that has no row."
-
-
-@exercise("matrices.rows_and_columns", on_ranks=True)
-def rows_and_columns(answer: Answer) -> str:
-    """Check the update of RowsAndColumns by ranks that have some rows each, against the whole matrix's."""
-    for rows, columns in ROWS + answer.drawn(_drawn_rows):
-        _check_rows(answer, rows, columns)
-    _check_rows(answer, *ROWS[1], real=True)
-    return f"{len(ROWS)} matrices cut by rows are scaled like whole ones, one of them on real ranks"
-
-
-def _drawn_rows(rng: random.Random) -> tuple[list[int], int]:
-    return [rng.randint(0, 5) for _ in range(rng.randint(1, 4))] + [1], rng.randint(2, 6)
-
-
-def _check_rows(answer: Answer, rows: list[int], columns: int, real: bool = False) -> None:
-    gradient = torch.randn(sum(rows), columns, generator=torch.Generator().manual_seed(1 + answer.seed))
-    owned = gradient.split(rows)
-    given = f"{rows} rows of {columns} columns on the ranks"
-    outcomes = outcomes_of(answer, [(part.clone(),) for part in owned], given, ALIKE, real=real)
-    right = _scaled_by(gradient, gradient.square().mean(0)).split(rows)
-    for rank, ((value, calls, _), should, own) in enumerate(zip(outcomes, right, owned)):
-        where = f"with {given}, on rank {rank}"
-        is_part = isinstance(value, torch.Tensor) and value.shape == own.shape
-        assert is_part, (
-            f"{where} {answer.name} returned {shown(value)}. It must return a tensor of the shape of this "
-            f"rank's rows, {tuple(own.shape)}."
-        )
-        numbers = sum(call.nbytes for call in calls) // 4
-        most = 2 * columns + 2  # two calls in place of one are fine
-        assert numbers <= most, (
-            f"{where} {answer.name} sends {numbers} numbers; {columns + 1} are enough, a sum for each column "
-            "and the number of rows. The gradients stay where they are."
-        )
-        assert torch.allclose(value, should, rtol=1e-4, atol=1e-6), (
-            f"{where} {answer.name} returns other values than the whole matrix has in these rows. "
-            + _mistake_in_rows(value, owned, rank)
-        )
-
-
-def _scaled_by(rows: torch.Tensor, of_columns: torch.Tensor) -> torch.Tensor:
-    return rows / (of_columns * rows.square().mean(1, keepdim=True)).sqrt().sqrt()
-
-
-def _mistake_in_rows(value: torch.Tensor, owned: Sequence[torch.Tensor], rank: int) -> str:
-    own, whole = owned[rank], torch.cat([*owned])
-    some = [part for part in owned if len(part)]
-
-    def is_(other: torch.Tensor) -> bool:
-        return torch.allclose(value, other, rtol=1e-4, atol=1e-6)
-
-    means = [part.square().mean(0) for part in some]
-    of_columns, of_rows = whole.square().mean(0), own.square().mean(1, keepdim=True)
-    return named(
-        {
-            "The means of the columns are those of this rank's rows alone. Other ranks have the rest.": (
-                is_(_scaled_by(own, own.square().mean(0)))
-            ),
-            "This averages the ranks' means. Ranks have different numbers of rows: add up squares and rows, "
-            "then divide.": is_(_scaled_by(own, torch.stack(means).mean(0)))
-            or is_(_scaled_by(own, torch.stack(means).sum(0) / len(owned))),
-            "The sums of the columns are not divided by the number of rows of all ranks.": (
-                is_(_scaled_by(own, whole.square().sum(0)))
-                or is_(_scaled_by(own, whole.square().sum(0) / max(1, len(own))))
-            ),
-            "The gradient is divided by the fourth root of the product: take the root twice.": (
-                is_(own / (of_columns * of_rows).sqrt())
-            ),
-            "Divide by the means of the rows, too. A rank has whole rows, so these need no other rank.": (
-                is_(own / of_columns.sqrt().sqrt())
-            ),
-        },
-        "Divide each element by the fourth root of the mean square of its row times that of its column.",
-    )
 
 
 # ------------------------------------------------------------------------ whole for a moment
@@ -403,40 +318,3 @@ def _cost(shape: tuple[int, int]) -> int:
 )
 def _cost_of_the_square() -> float:
     return _cost((1024, 1024)) / _cost((64, 16_384))
-
-
-@prediction(
-    "matrices.balanced",
-    "Under `balanced`, how many times the operations of the other rank does the busier one make?",
-    unit="times",
-)
-def _most_operations() -> float:
-    _, operations, _ = _balanced()
-    return max(operations) / min(operations)
-
-
-@prediction(
-    "matrices.state",
-    "Under `balanced`, which rank has more bytes of state?",
-    choices=("the square's owner", "the other rank", "both have the same"),
-)
-def _most_state() -> str:
-    _, operations, state = _balanced()
-    square = operations.index(max(operations))
-    if state[square] == state[1 - square]:
-        return "both have the same"
-    return "the square's owner" if state[square] > state[1 - square] else "the other rank"
-
-
-def _balanced() -> tuple[Sequence[int], Sequence[float], Sequence[int]]:
-    """Elements, operations and state bytes of two ranks, for the chapter's list of parameters."""
-    others: list[tuple[int, ...]] = [(1000, 128), (128,)]
-    matrices: list[tuple[int, ...]] = [(128, 128), *4 * [(16, 1024)]]
-    params = [
-        ParamSpec(math.prod(shape), group=group, shape=shape, whole=group == 1)
-        for group, listed in enumerate((others, matrices))
-        for shape in listed
-    ]
-    partition = plan_partition("balanced", params, 2)
-    state = state_bytes_of_rank(partition, params, "Muon+AdamW")
-    return partition.loads, loads_under("balanced", partition, params), state

@@ -1,4 +1,4 @@
-"""Chapter 19's graders: the causes that explain an observation, and a step that passes the doctor."""
+"""Chapter 15's graders: the causes that explain an observation, and a step that passes the doctor."""
 
 from __future__ import annotations
 

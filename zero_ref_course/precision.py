@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from zero_ref.comm.backend import as_collectives
-from zero_ref.comm.collectives import Collectives
-from zero_ref.lab.meter import recording
 from zero_ref.simulator.ledger import ledger
-from zero_ref_course import Answer, ExerciseFailed, exercise, in_words, shown
-from zero_ref_course._company import on_ranks, on_virtual_ranks
+from zero_ref_course import Answer, ExerciseFailed, exercise, shown
 from zero_ref_course.predictions import prediction
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -185,145 +180,6 @@ def _check_no_gradient(answer: Answer) -> None:
         "a parameter whose `.grad` is None has no update in this step, and the master was stepped with the "
         "gradient of the step before. Take that one away."
     )
-
-
-# ----------------------------------------------------------------------------- no masters, one rounding
-
-SHARE = 64
-"""The number of elements in each rank's share."""
-
-RATE = 2.0**-12
-
-SEND_WHAT_YOU_OWN = "Every rank updates its own share, and then all make the same call to exchange shares."
-
-
-@exercise("precision.without_masters", seconds=20.0, may_return_none=True, on_ranks=True)
-def without_masters(answer: Answer) -> str:
-    """Check a step without masters, rounded at random, on virtual ranks and then on real ones."""
-    for size in (2, 3, 1):
-        _check_without_masters(answer, size)
-    _check_without_masters(answer, 2, real=True)
-    return "1 to 3 ranks end with the same weights, each rounded once, for 2 bytes an element"
-
-
-class _Rounding:
-    """Rounds at random to bfloat16, differently on each rank, and records the values before and after."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.given, self.gave = list[torch.Tensor](), list[torch.Tensor]()
-
-    def round_at_random(self, values: torch.Tensor) -> torch.Tensor:
-        """Round each element to one of its two neighbours in bfloat16, more often to the nearer one."""
-        assert isinstance(values, torch.Tensor), f"round_at_random takes a tensor, not {shown(values)}."
-        self.given.append(values.detach().clone())
-        bits = values.detach().float().view(torch.int32)
-        noise = torch.randint(2**16, bits.shape, generator=self.generator, dtype=torch.int32)
-        rounded = (((bits + noise) >> 16) << 16).view(F32).to(BF16)
-        self.gave.append(rounded.clone())
-        return rounded
-
-
-class _Rounded(NamedTuple):
-    """A rank's parameters in the end, the tensors before and after rounding, and the bytes of all ranks."""
-
-    flat: torch.Tensor
-    given: list[torch.Tensor]
-    gave: list[torch.Tensor]
-    nbytes: int
-
-
-def _start(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """All weights and all averaged gradients, the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    flat, gradient = (1 + torch.rand(size * SHARE, generator=generator) for _ in range(2))
-    return flat.to(BF16), gradient.to(BF16)
-
-
-def _step_without_masters(comm: Collectives, answer: Answer) -> _Rounded:
-    flat, gradient = _start(comm.world_size, answer.seed)
-    rounding = _Rounding(100 + comm.rank)
-    arguments = (flat, gradient, RATE, rounding.round_at_random, comm)
-    all_gather, of_others = comm.all_gather, list[int]()
-
-    def counting(tensor: torch.Tensor, op: str = "all_gather") -> list[torch.Tensor]:
-        of_others.append(tensor.nbytes * (comm.world_size - 1))  # a call tells what one rank sends
-        return all_gather(tensor, op)
-
-    with (
-        recording(comm) as calls,
-        patch.object(comm, "all_gather", counting),
-        in_words("flat, gradient, lr, round_at_random, comm", answer, *arguments),
-    ):
-        answer(*arguments)
-    nbytes = sum(call.nbytes for call in calls) + sum(of_others)
-    return _Rounded(flat, rounding.given, rounding.gave, nbytes)
-
-
-def _on_a_real_rank(answer: Answer) -> _Rounded:
-    return _step_without_masters(as_collectives(None), answer)
-
-
-def _check_without_masters(answer: Answer, size: int, real: bool = False) -> None:
-    if real:
-        of_ranks = on_ranks(_on_a_real_rank, size, answer)
-    else:
-        of_ranks = on_virtual_ranks(
-            _step_without_masters,
-            size,
-            answer,
-            waiting=lambda why: f"on {size} ranks, ranks wait for each other: {why} {SEND_WHAT_YOU_OWN}",
-        )
-    flat, gradient = _start(size, answer.seed)
-    exact = flat.float() - RATE * gradient.float()
-    for rank, found in enumerate(of_ranks):
-        where = f"on rank {rank} of {size}, "
-        assert found.given, (
-            f"{where}round_at_random is not called. Rounding to the nearest loses every update that is below "
-            "half the gap, and without a master nothing keeps it."
-        )
-        for given, gave in zip(found.given, found.gave):
-            is_exact = given.dtype == F32 and not torch.equal(given, gave.float())
-            assert is_exact, (
-                f"{where}what is rounded has only values of bfloat16 already: the update was added in 16 "
-                "bits, and lost there. Compute the new values in float32, and round those."
-            )
-        assert found.flat.dtype == BF16, f"{where}the weights are {found.flat.dtype}. They stay bfloat16."
-        assert not torch.equal(found.flat, flat), (
-            f"{where}no weight has changed. Write the new values into `flat` itself."
-        )
-    for rank, found in enumerate(of_ranks[1:], start=1):
-        differ = int((found.flat != of_ranks[0].flat).sum())
-        each_for_itself = all(sum(gave.numel() for gave in one.gave) >= size * SHARE for one in of_ranks)
-        why = (
-            "Each rank rounds all weights for itself, by random numbers of its own. Only the owner of a "
-            "share rounds it; the others get what came of that."
-            if each_for_itself
-            else "New values do not arrive: every share has to be sent to all ranks."
-        )
-        assert not differ, f"{differ} of {size * SHARE} weights differ between rank 0 and rank {rank}. {why}"
-    for rank, found in enumerate(of_ranks):
-        most = 2 * size * SHARE
-        assert found.nbytes <= most, (
-            f"the {size} ranks exchange {found.nbytes:,} bytes; {most:,} are enough, 2 for each weight. "
-            "Round before you send: the values of 32 bits never have to travel."
-        )
-        share, owned = found.flat.chunk(size)[rank], exact.chunk(size)[rank]
-        roundings = [
-            (given, gave)
-            for pair in zip(found.given, found.gave)
-            for given, gave in zip(*(one.flatten().split(SHARE) for one in pair))
-            if torch.equal(share, gave)
-        ]
-        assert roundings, (
-            f"on rank {rank} of {size}, its share is not what round_at_random returned for it. Round once, "
-            "and keep the result."
-        )
-        # Two float32 operations of other rounding are as near; another gradient, or a second step, is not.
-        assert any(torch.allclose(given, owned, rtol=0, atol=1e-5) for given, _ in roundings), (
-            f"on rank {rank} of {size}, what was rounded is not its old share less lr times the share's "
-            "gradient. Share r of `flat` and share r of `gradient` belong together, and there is one step."
-        )
 
 
 # --------------------------------------------------------------------------------------------- small parts

@@ -1,4 +1,4 @@
-"""Chapter 16's graders: a link fitted to points, a design and its bill, the last doubling that helps.
+"""Chapter 16's graders: a design and its bill, the last doubling that helps.
 
 `Job`, `Design` and `bill_of` are for readers too: the limits of a run, the reader's choices, their cost.
 `as_first_priced` gives the prediction of the simulator's first version.
@@ -7,32 +7,18 @@
 from __future__ import annotations
 
 import math
-import random
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
-from numbers import Real
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from zero_ref.comm import devices
-from zero_ref.comm.backend import as_collectives
-from zero_ref.lab import ranks
 from zero_ref.simulator import spread
 from zero_ref.simulator.activations import CHECKPOINTING
-from zero_ref.simulator.cluster import Cluster, Link, cluster
+from zero_ref.simulator.cluster import Cluster, cluster
 from zero_ref.simulator.models import GPT2, MODELS, Architecture
 from zero_ref.simulator.play import play
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
 from zero_ref_course import Answer, exercise, shown
 from zero_ref_course.predictions import prediction
-
-Point = tuple[float, float]
-"""Bytes of a message, and the milliseconds that it took."""
 
 # ------------------------------------------------------------------------------- the first version's prices
 
@@ -182,157 +168,9 @@ SIX = tuple(name for name, run in RUNS.items() if run.tokens_per_s_gpu is not No
 
 # --------------------------------------------------------------------------------------------- the link
 
-LINKS = [  # microseconds, GB/s, and which of the sorted points is an outlier
-    (50.0, 2.0, -1),
-    (300.0, 1.5, 0),
-    (15.0, 25.0, 13),
-]
-NOISE = 0.04
 LATENCY_TOLERANCE, BANDWIDTH_TOLERANCE = 0.2, 0.15
 """Three repeats of nine sizes with 4% of noise leave a few percent open; a method that is misled misses by
 more than half."""
-
-SIZES = tuple(1024 * kib for kib in (1, 4, 64, 1024, 4096, 8192, 16384, 32768, 65536))
-"""Sizes of messages, many of them large, so that a method that minimises errors in ms misses the latency."""
-
-
-def points_of(latency_us: float, gb_per_s: float, outlier: int, seed: int) -> list[Point]:
-    """Points as measured on a link, with noise: three repeats of each size, shuffled, one of them late.
-
-    >>> points = points_of(50, 2, outlier=-1, seed=0)
-    >>> len(points), max(points)[0] == SIZES[-1]
-    (27, True)
-    """
-    draw, link = random.Random(seed), Link(latency_us, gb_per_s)
-    points = [
-        (float(size), link.ms(1, size) * draw.lognormvariate(0, NOISE)) for size in SIZES for _ in "123"
-    ]
-    nbytes, ms = points[outlier]
-    points[outlier] = (nbytes, 6 * ms)  # another program ran
-    draw.shuffle(points)
-    return points
-
-
-@exercise("scale.fit_link", on_ranks=True)
-def fit_link(answer: Answer) -> str:
-    """Check the fitted latency and bandwidth: for points of three known links, and for real messages."""
-    for seed, (latency_us, gb_per_s, outlier) in enumerate(LINKS):
-        points = points_of(latency_us, gb_per_s, outlier, seed)
-        fitted = _fitted(answer, points)
-        _check_link(answer.name, points, fitted, Link(latency_us, gb_per_s))
-    real, ours = _messages_and_link()
-    theirs = _fitted(answer, real)
-    error, ours_error = _mean_error(theirs, real), _mean_error(ours, real)
-    # Both are lines through the same points, so how noisy the machine was does not matter.
-    assert error <= 1.3 * ours_error + 0.05, (
-        f"{len(real)} broadcasts on 2 real ranks: {answer.name} returned {_as_text(theirs)}, which misses "
-        f"them by {error:.0%} on average. {_as_text(ours)} misses them by {ours_error:.0%}. Real times have "
-        "outliers too: let no single point decide."
-    )
-    return f"{len(LINKS)} links with an outlier each, and {len(real)} broadcasts on real ranks"
-
-
-def _messages_and_link(rounds: int = 5, attempts: int = 3) -> tuple[list[Point], Link]:
-    """Time broadcasts between two real ranks; return the points, and the line with the least error.
-
-    On a busy machine large messages may take no longer than small ones: then more are sent.
-    """
-    points = ranks.run(_time_broadcasts, 2, SIZES[:6], rounds)[0]
-    lines = [_line(*pair) for pair in combinations(points, 2) if pair[0][0] != pair[1][0]]
-    links = [Link(latency_us, gb_per_s) for latency_us, gb_per_s in lines if latency_us >= 0 < gb_per_s]
-    if not links and attempts > 1:
-        return _messages_and_link(2 * rounds, attempts - 1)
-    return points, min(links, key=lambda link: _mean_error(link, points))
-
-
-def _time_broadcasts(sizes: Sequence[int], rounds: int) -> list[Point]:
-    """Time a broadcast of each size, from when the last rank begins until the last one is done.
-
-    Collective: all ranks of the default group. They are processes of one machine, so they read the same
-    clock. Each size is sent once before it is timed.
-    """
-    comm, points = as_collectives(None), []
-    for number, nbytes in product(range(rounds + 1), sizes):
-        message = torch.ones(nbytes // 4, device=ranks.device())
-        dist.barrier()
-        start = time.perf_counter()
-        comm.broadcast(message, 0).wait()
-        devices.synchronize()
-        ends = torch.tensor([start, time.perf_counter()], dtype=torch.float64, device=ranks.device())
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-        last_start, last_end = ends.tolist()
-        if number:
-            points.append((float(nbytes), 1e3 * (last_end - last_start)))
-    return points
-
-
-def _line(first: Point, second: Point) -> tuple[float, float]:
-    """Latency in microseconds and GB/s of the line through two points; 0 GB/s if it does not rise."""
-    (small, ms), (large, longer_ms) = sorted([first, second])
-    slope = (longer_ms - ms) / (large - small)
-    return 1e3 * (ms - slope * small), 1e-6 / slope if slope > 0 else 0.0
-
-
-def _fitted(answer: Answer, points: Sequence[Point]) -> Link:
-    returned = answer(list(points))
-    is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
-    is_pair = is_pair and all(isinstance(one, Real) and math.isfinite(float(one)) for one in returned)
-    assert is_pair, (
-        f"{answer.name} of {len(points)} points returned {shown(returned)}. Return two numbers: the latency "
-        "in microseconds, the bandwidth in GB/s."
-    )
-    latency_us, gb_per_s = (float(one) for one in returned)
-    assert gb_per_s > 0, f"{answer.name} returned a bandwidth of {gb_per_s:g} GB/s. It is above 0."
-    assert latency_us >= 0, (
-        f"{answer.name} returned a latency of {latency_us:.3g} us. No message takes less than no time: the "
-        "largest messages decided, whose errors in ms exceed any latency. Make relative errors small."
-    )
-    return Link(latency_us, gb_per_s)
-
-
-def _check_link(name: str, points: Sequence[Point], fitted: Link, true: Link) -> None:
-    latency_off = fitted.latency_us / true.latency_us - 1
-    bandwidth_off = fitted.gb_per_s / true.gb_per_s - 1
-    if abs(latency_off) <= LATENCY_TOLERANCE and abs(bandwidth_off) <= BANDWIDTH_TOLERANCE:
-        return
-    said = (
-        f"{name} of {len(points)} points returned {_as_text(fitted)}. They were made with {_as_text(true)}, "
-        f"{NOISE:.0%} of noise and one outlier."
-    )
-    for factor, unit in ((1e-3, "milliseconds"), (1e3, "nanoseconds"), (1e-6, "seconds")):
-        assert not math.isclose(fitted.latency_us, factor * true.latency_us, rel_tol=0.3), (
-            f"{said} That latency is right in {unit}. Return microseconds."
-        )
-    for factor, unit in ((1e3, "MB/s"), (1e6, "bytes a millisecond"), (1e9, "bytes a second")):
-        assert not math.isclose(fitted.gb_per_s, factor * true.gb_per_s, rel_tol=0.3), (
-            f"{said} That bandwidth is right in {unit}. Return GB/s."
-        )
-    small, large = min(points)[0], max(points)[0]
-    assert fitted.latency_us > 0, (
-        f"{said} Without a latency, {small:g} bytes would take {fitted.ms(1, small):.2g} ms; they took "
-        f"{true.ms(1, small):.2g} ms. A message costs time before its first byte: "
-        "time = latency + bytes / bandwidth."
-    )
-    if abs(bandwidth_off) > BANDWIDTH_TOLERANCE:
-        raise AssertionError(
-            f"{said} Your link needs {fitted.ms(1, large):.3g} ms for {large:,.0f} bytes, the true one "
-            f"{true.ms(1, large):.3g} ms. Did the outlier decide? Use all points, and let none of them count "
-            "for much more than the others."
-        )
-    raise AssertionError(
-        f"{said} The bandwidth is right and the latency is not: your link needs {fitted.ms(1, small):.3g} ms "
-        f"for {small:,.0f} bytes, the true one {true.ms(1, small):.3g} ms. In ms the largest messages have "
-        "the largest errors, and small ones, which know the latency, hardly count. Make relative errors "
-        "small."
-    )
-
-
-def _mean_error(link: Link, points: Sequence[Point]) -> float:
-    return sum(abs(link.ms(1, nbytes) / ms - 1) for nbytes, ms in points) / len(points)
-
-
-def _as_text(link: Link) -> str:
-    return f"{link.latency_us:.3g} us and {link.gb_per_s:.3g} GB/s"
 
 
 # ----------------------------------------------------------------------------------------- the design

@@ -47,7 +47,7 @@ CHAPTER_OF = {
     "zero_ref.shard.local_state": 10,
     "zero_ref.ZeroRedundancyOptimizer.consolidate_state_dict": 10,
     "zero_ref.ZeroRedundancyOptimizer.load_state_dict": 10,
-    "zero_ref.ZeroRedundancyOptimizer.join_hook": 15,
+    "zero_ref.ZeroRedundancyOptimizer.join_hook": 19,
     "zero_ref.OSS": 3,
     "zero_ref.clip_grad_norm_": 11,
     "zero_ref.get_total_norm": 11,

@@ -19,13 +19,17 @@ from zero_ref_course.plain import numbers_in
 
 ROOT = Path(__file__).parents[2]
 CHAPTERS = chapters_in(ROOT / "notebooks")  # in the order in which they are read
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))  # the tour, too
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))  # the tour and the appendices, too
+NUMBERED = NOTEBOOKS[1:]
+APPENDICES = [path for path in NUMBERED if path not in CHAPTERS]
 GLOSSARY = (ROOT / "book" / "glossary.md").read_text(encoding="utf-8")
 BIBLIOGRAPHY = (ROOT / "book" / "references.bib").read_text(encoding="utf-8")
 
 sys.path.insert(0, str(ROOT / "book" / "_ext"))
 anchors = importlib.import_module("anchors")
 sys.path.pop(0)
+
+OF_AN_APPENDIX = ["What it is", "A run", "What it costs", "Who needs it"]
 
 PARTS = ["The question", "The picture", "Predict", "Run", "Compare", "Exercises", "What you can do now"]
 
@@ -44,6 +48,7 @@ CITATION = re.compile(r"\[([^][]+?(?:, \d[\d.]*|\(\d{4}\)))\]\((http[^()\s]*)\)"
 """A link to a work: its authors and year, and where it is."""
 
 each_chapter = pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+each_numbered = pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
 
 
 @cache
@@ -124,7 +129,7 @@ def test_the_glossary_is_in_order_and_says_where_each_word_is_explained() -> Non
     assert order == sorted(order)
     for word, definition in entries().items():
         ((number, chapter),) = re.findall(r"\{doc\}`Chapter (\d+) <../notebooks/(\w+)>`\.$", definition)
-        (path,) = (path for path in CHAPTERS if path.stem.startswith(f"{int(number):02}_"))
+        (path,) = (path for path in NUMBERED if path.stem.startswith(f"{int(number):02}_"))
         assert path.stem == chapter, word
         assert word in linked(text_of(path)), f"{chapter} is to explain {word}, and does not link it"
 
@@ -136,14 +141,14 @@ def test_linked_words_are_in_the_glossary(page: Path) -> None:
     assert words <= {word.lower() for word in entries()}
 
 
-@each_chapter
+@each_numbered
 def test_words_of_the_glossary_are_linked_where_a_chapter_first_uses_them(path: Path) -> None:
     words = in_words(text_of(path))
     early = {term: too_early(term, words) for term in entries() if term not in EVERYDAY}
     assert not {term: place for term, place in early.items() if place}
 
 
-@each_chapter
+@each_numbered
 def test_a_word_is_linked_once_in_a_part(path: Path) -> None:
     for part in re.split(r"^## ", text_of(path), flags=re.M):
         words = linked(in_words(part))
@@ -157,6 +162,15 @@ def test_a_word_is_linked_once_in_a_part(path: Path) -> None:
 def test_a_chapter_has_its_number_and_its_parts_in_order(path: Path) -> None:
     assert text_of(path).lstrip().startswith(f"# {int(path.stem[:2])} ")
     assert re.findall(r"^## (.*)$", text_of(path), re.M) == PARTS
+
+
+@pytest.mark.parametrize("path", APPENDICES, ids=lambda path: path.stem)
+def test_an_appendix_is_a_page_with_its_four_parts(path: Path) -> None:
+    assert text_of(path).lstrip().startswith(f"# {int(path.stem[:2])} ")
+    assert [
+        part for part in re.findall(r"^## (.*)$", text_of(path), re.M) if part in OF_AN_APPENDIX
+    ] == OF_AN_APPENDIX
+    assert len(text_of(path).split()) < 1000
 
 
 @each_chapter
@@ -184,7 +198,7 @@ def shows_a_picture(cell: dict[str, Any]) -> bool:
     return last == "fig" or last.startswith(("plots.", "animate_"))
 
 
-@each_chapter
+@each_numbered
 def test_each_figure_has_a_name_a_caption_and_a_text_for_who_cannot_see_it(path: Path) -> None:
     figures = 0
     for cell in cells(path):
@@ -199,16 +213,16 @@ def test_each_figure_has_a_name_a_caption_and_a_text_for_who_cannot_see_it(path:
     assert figures >= 1
 
 
-NUMBERS = numbers_in((int(path.stem[:2]), {"cells": cells(path)}) for path in CHAPTERS)
+NUMBERS = numbers_in((int(path.stem[:2]), {"cells": cells(path)}) for path in NUMBERED)
 
 
 def test_figures_and_equations_have_names_of_their_own() -> None:
     figures = [
-        cell["metadata"].get("mystnb", {}).get("figure", {}) for path in CHAPTERS for cell in cells(path)
+        cell["metadata"].get("mystnb", {}).get("figure", {}) for path in NUMBERED for cell in cells(path)
     ]
     labels = [
         label
-        for path in CHAPTERS
+        for path in NUMBERED
         for label in re.findall(r"^\$\$$.*?^\$\$([^\n]*)$", text_of(path), re.M | re.S)
     ]
     assert all(re.fullmatch(r" \(eq-[a-z-]+\)", label) for label in labels), labels
@@ -218,7 +232,7 @@ def test_figures_and_equations_have_names_of_their_own() -> None:
 
 def test_the_text_refers_to_figures_and_equations_by_their_numbers_and_to_every_equation() -> None:
     link = re.compile(r"\[([^][]+)\]\((\w+)\.ipynb#([\w-]+)\)")
-    links = [found for path in CHAPTERS for found in link.findall(text_of(path))]
+    links = [found for path in NUMBERED for found in link.findall(text_of(path))]
     for said, chapter, name in links:
         assert said == NUMBERS[name], name
         assert int(chapter[:2]) == int(re.findall(r"\d+", said)[0]), name
@@ -274,7 +288,7 @@ def test_a_chapter_says_how_hard_it_is_and_needs_only_what_comes_before(path: Pa
 
 def test_chapters_are_numbered_in_the_order_in_which_they_are_read() -> None:
     pages = re.findall(r"- file: notebooks/((?!00_)\w+)", (ROOT / "_toc.yml").read_text(encoding="utf-8"))
-    assert pages == sorted(pages) == [path.stem for path in CHAPTERS]
+    assert pages == sorted(pages) == [path.stem for path in (*CHAPTERS, *APPENDICES)]
     assert [int(page[:2]) for page in pages] == list(range(1, len(pages) + 1))
 
 
@@ -291,6 +305,8 @@ OLD_NAMES = [
     "15_precision",
     "16_matrices",
     "17_sharded",
+    "15_join",
+    "19_museum",
 ]
 """Chapters' names before they were numbered in the order of reading: others have linked them."""
 
@@ -298,9 +314,9 @@ OLD_NAMES = [
 def test_an_old_address_of_a_chapter_leads_to_its_new_one() -> None:
     config = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
     forwarded = config["sphinx"]["config"]["redirects"]
-    names = {path.stem.partition("_")[2]: path.stem for path in CHAPTERS}
+    names = {path.stem.partition("_")[2]: path.stem for path in NUMBERED}
     assert forwarded == {f"notebooks/{old}": f"{names[old.partition('_')[2]]}.html" for old in OLD_NAMES}
-    assert not {path.stem for path in CHAPTERS} & set(OLD_NAMES)
+    assert not {path.stem for path in NUMBERED} & set(OLD_NAMES)
 
 
 @each_chapter

@@ -57,7 +57,11 @@ def test_the_examples_hold() -> None:
 
 def test_every_folded_cell_has_a_bar_of_its_kind() -> None:
     for path in NOTEBOOKS:
-        assert [cell["id"] for cell in folded_cells(path) if folds.kind_of(cell) not in (*folds.BARS, folds.CHECKS)] == []
+        assert [
+            cell["id"]
+            for cell in folded_cells(path)
+            if folds.kind_of(cell) not in (*folds.BARS, folds.CHECKS)
+        ] == []
 
 
 def test_checks_are_asserts_and_put_nothing_out() -> None:

@@ -1,4 +1,4 @@
-"""The page on GPUs and several machines, as far as nothing has to be started for it."""
+"""The pages about running, as far as nothing has to be started for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from library.running_page import PAGE, blocks, commands, manifest, pod_script, slurm_script
+from library.running_page import BOOK, blocks, commands, manifest, pod_script, slurm_script
 from torch.distributed.run import get_args_parser
 
 from zero_ref.cli import main, make_parser
@@ -92,5 +92,5 @@ def test_the_manifest_s_torchrun_has_a_pod_for_each_node_and_a_gpu_for_each_rank
 def test_the_page_says_which_cuda_make_install_brings() -> None:
     text = "\n".join(blocks("bash"))
     (named,) = re.findall(r"brings CUDA (\d+)", text)
-    locked = (PAGE.parents[1] / "requirements" / "cuda.txt").read_text(encoding="utf-8")
+    locked = (BOOK.parent / "requirements" / "cuda.txt").read_text(encoding="utf-8")
     assert re.findall(r"^cuda-toolkit==(\d+)\.", locked, flags=re.M) == [named]

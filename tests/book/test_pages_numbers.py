@@ -39,6 +39,7 @@ from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import Schedule, schedule
 from zero_ref.simulator.stages import plays_of_equal_blocks
 from zero_ref.simulator.traffic import traffic
+from zero_ref_course.editions import chapters_in
 from zero_ref_course.grading import grade_class
 from zero_ref_course.predictions import predictions
 
@@ -49,7 +50,7 @@ import overview  # noqa: E402  # book/overview.py
 
 sys.path.pop(0)
 
-CHAPTERS = sorted((ROOT / "notebooks").glob("*.ipynb"))[1:]  # the first is the tour
+CHAPTERS = chapters_in(ROOT / "notebooks")
 
 
 def text_of(page: str) -> str:
@@ -189,19 +190,6 @@ def test_networks_says_what_gathering_in_forward_saves() -> None:
 # ------------------------------------------------------------------------------------------------- course.md
 
 
-def test_course_counts_chapters_and_exercises() -> None:
-    assert len(CHAPTERS) == 19
-    assert sum(map(exercises_of, CHAPTERS)) == 49
-    assert "The book has 19 chapters and 49 exercises" in text_of("book/course.md")
-
-
-def test_course_counts_the_exercises_of_each_chapter() -> None:
-    listed = re.findall(r"\(\.\./notebooks/(\w+)\.ipynb\) \((\d)\)", text_of("book/course.md"))
-    assert {name: int(count) for name, count in listed} == {
-        chapter.stem: exercises_of(chapter) for chapter in CHAPTERS
-    }
-
-
 def test_course_does_an_easy_exercise_of_each_chapter_in_class() -> None:
     rows = re.findall(r"^\| \d \| .*", (ROOT / "book" / "course.md").read_text("utf-8"), re.MULTILINE)
     chosen = dict(re.findall(r"\b(\d+)\.(\d)\b", "\n".join(rows)))
@@ -211,7 +199,7 @@ def test_course_does_an_easy_exercise_of_each_chapter_in_class() -> None:
         )
         for number, path in enumerate(CHAPTERS, 1)
     }
-    assert [int(number) for number in chosen] == list(range(1, 17))  # the appendices are left out
+    assert [int(number) for number in chosen] == list(range(1, 17))
     for number, exercise in chosen.items():
         of_chapter = dict(hardness[int(number)])
         easiest = min(of_chapter.values(), key=["easy", "medium", "hard"].index)
@@ -314,16 +302,16 @@ def of_a_parameter(**options: Any) -> list[float]:
     return [nbytes / scenario.numel for nbytes in held] + [scenario.workload_of("ddp").step_bytes]
 
 
-def test_running_says_how_many_parameters_of_a_mixture_a_token_goes_through() -> None:
+def test_before_you_rent_says_how_many_parameters_of_a_mixture_a_token_goes_through() -> None:
     scenario = Scenario(MODELS["qwen3-30b-a3b"], CLUSTERS["h100-ib"], 64, sequence=4096)
     assert [round(numel / 1e9, 1) for numel in (scenario.numel, scenario.active)] == [30.5, 3.4]
     assert "has 30.5 billion parameters, and a token goes through 3.4 billion of them" in text_of(
-        "book/running.md"
+        "book/before_you_rent.md"
     )
 
 
-def test_running_says_what_each_way_of_computing_changes() -> None:
-    page = text_of("book/running.md")
+def test_before_you_rent_says_what_each_way_of_computing_changes() -> None:
+    page = text_of("book/before_you_rent.md")
     autocast = of_a_parameter(dtype="float32", autocast="bfloat16")
     assert [*autocast, *of_a_parameter()[:3]] == [4, 4, 8, 28, 2, 2, 12]
     assert "4 + 4 + 8 bytes for each parameter, not 2 + 2 + 12." in page
@@ -342,7 +330,7 @@ def test_running_says_what_each_way_of_computing_changes() -> None:
     assert "| LoRA | `--lora 16`," in page
 
 
-def test_running_says_what_stored_scores_take() -> None:
+def test_before_you_rent_says_what_stored_scores_take() -> None:
     model = published().models["llama2-13b"]
     fused, unfused = (
         Scenario(model, CLUSTERS["a100-ib"], 128, sequence=4096, attention=attention).run("zero-3")
@@ -351,16 +339,16 @@ def test_running_says_what_stored_scores_take() -> None:
     assert fused.fits
     assert [round(one.peak_bytes / 1e9) for one in (unfused, fused)] == [101, 42]
     said = "4,096 tokens of Llama 2 13B, each of 128 A100 would hold 101 GB, and 42 GB with fused attention"
-    assert said in text_of("book/running.md")
+    assert said in text_of("book/before_you_rent.md")
 
 
 def test_running_names_the_chapters_that_ask_for_gloo() -> None:
     asking = {
         int(chapter.stem[:2])
-        for chapter in CHAPTERS
+        for chapter in sorted((ROOT / "notebooks").glob("*.ipynb"))[1:]
         if 'backend=\\"gloo\\"' in chapter.read_text(encoding="utf-8")
     }
-    assert asking == {2, 7, 8, 9, 10, 15, 17, 18}
+    assert asking == {2, 7, 8, 9, 10, 18}
     page = (ROOT / "book" / "running.md").read_text(encoding="utf-8")
     table = page.partition("| chapters | why |\n|---|---|\n")[2].partition("\n\n")[0]
     named = [number for row in table.splitlines() for number in re.findall(r"\d+", row.split("|")[1])]
@@ -385,7 +373,7 @@ def test_pages_named_in_tests_are_there(page: str) -> None:
     assert (ROOT / "book" / f"{page}.md").exists()
 
 
-def test_running_says_what_a_checkpoint_takes() -> None:
+def test_before_you_rent_says_what_a_checkpoint_takes() -> None:
     scenario = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 64)
     saves, loads = passages(scenario, "zero-even")
     rows = {
@@ -395,7 +383,7 @@ def test_running_says_what_a_checkpoint_takes() -> None:
         ("load", "whole, mapped"): ("1.51 GB", "1.51 GB", "12.0 GB", "11.6 s"),
         ("load", "sharded"): ("17.6 GB", "1.76 GB", "14.1 GB", "1.5 s"),
     }
-    page = (ROOT / "book" / "running.md").read_text(encoding="utf-8")
+    page = (ROOT / "book" / "before_you_rent.md").read_text(encoding="utf-8")
     for (verb, way), shown in rows.items():
         (one,) = [one for one in (saves if verb == "save" else loads) if one.way == way]
         foreseen = (max(one.device_bytes), max(one.host_bytes), one.host_bytes_of_node(8))
@@ -409,7 +397,7 @@ def test_running_says_what_a_checkpoint_takes() -> None:
     assert (scenario.cluster.disk_gb_per_s, scenario.cluster.ranks_per_node) == (10, 8)  # "Eight ranks"
 
 
-def test_running_says_what_megatron_lm_published_and_what_is_foreseen() -> None:
+def test_before_you_rent_says_what_megatron_lm_published_and_what_is_foreseen() -> None:
     # tests/simulator/test_checkpoint_passages.py says which is which.
     published = ("2.4 billion", "27 to 32 GiB", "48 GB", "from 68.6 to 44.3 GiB")
     foreseen = (
@@ -420,7 +408,7 @@ def test_running_says_what_megatron_lm_published_and_what_is_foreseen() -> None:
         "2 and 3 real ranks",
         "4 bytes a parameter",
     )
-    said = text_of("book/running.md")
+    said = text_of("book/before_you_rent.md")
     assert all(text in said for text in (*published, *foreseen))
     # Parameters of 2 bytes, state of 10 or 12, and the smaller of these once more.
     assert [round(nbytes * 2.4e9 / 2**30, 1) for nbytes in (12, 14, 22)] == [26.8, 31.3, 49.2]
@@ -428,7 +416,7 @@ def test_running_says_what_megatron_lm_published_and_what_is_foreseen() -> None:
     assert all(number in beside for number in ("26.8", "31.3", "49.2", "66.4", "42.1", "68.6", "44.3"))
 
 
-def test_running_lists_every_cluster_with_what_it_is_made_of() -> None:
+def test_before_you_rent_lists_every_cluster_with_what_it_is_made_of() -> None:
     machines = {
         # GPUs of a node, which GPU, a rank's rate within the node, and between nodes.
         "h100-ib": (8, "H100 80 GB", "450 GB/s", "400 Gb/s"),
@@ -446,10 +434,33 @@ def test_running_lists_every_cluster_with_what_it_is_made_of() -> None:
         "rtx5090-10gbe": (4, "RTX 5090", "64 GB/s", "2.5 Gb/s"),
     }
     assert set(machines) == set(CLUSTERS) - {"loopback"}
-    page = (ROOT / "book" / "running.md").read_text(encoding="utf-8")
+    page = (ROOT / "book" / "before_you_rent.md").read_text(encoding="utf-8")
     for name, (ranks, device, within, between) in machines.items():
         here = CLUSTERS[name]
         assert (ranks, device) == (here.ranks_per_node, here.device.name)
         assert within == f"{here.within.gb_per_s:g} GB/s"
         assert between == f"{8 * here.between.gb_per_s:g} Gb/s"
         assert f"| `{name}` | {ranks} {device}, {within} each way | {between} |" in page
+    reached = {name: here.within.reached for name, here in CLUSTERS.items()}
+    assert [reached[f"{gpu}"] for gpu in ("rtx5090-10gbe", "rtx4090-10gbe", "l40s-ethernet")] == [0.55, 1, 1]
+    assert "55% for the RTX 5090, and all of it for the RTX 4090 and the L40S" in page
+
+
+# --------------------------------------------------------------------------------------------- differences.md
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-8)])
+def test_differences_bounds_what_another_order_of_a_sum_changes(dtype: torch.dtype, rounding: float) -> None:
+    assert torch.finfo(dtype).eps / 2 == rounding
+    parts = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0)).to(dtype)
+    forward, backward = parts[0].clone(), parts[-1].clone()
+    for part in parts[1:]:
+        forward += part
+    for part in parts.flip(0)[1:]:
+        backward += part
+    apart = (forward.double() - backward.double()).abs()
+    assert apart.max() > 0
+    assert (apart <= 2 * (len(parts) - 1) * rounding * parts.double().abs().sum(dim=0)).all()
+    assert torch.equal(parts[0] + parts[1], parts[1] + parts[0])
+    assert "multiples of 64 elements" in text_of("book/differences.md")
+    assert signature(even).parameters["alignment"].default == 64

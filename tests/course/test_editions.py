@@ -16,7 +16,7 @@ import nbformat
 import pytest
 
 from zero_ref import cli
-from zero_ref_course import ExerciseFailed, StillTheStub, exercises, grade
+from zero_ref_course import ExerciseFailed, StillTheStub, grade
 from zero_ref_course.editions import NOT_RUN, Audience, chapters_in, edition, write_editions
 from zero_ref_course.notebook import exercises_in
 
@@ -95,9 +95,9 @@ def test_a_chapter_is_found_by_its_number_and_by_its_name() -> None:
 
     assert names("step", "3") == ["03_partition.ipynb", "04_step.ipynb"]  # in the book's order
     assert names("03") == names("03_partition") == names("partition") == names("3", "partition")
-    assert len(names()) == 19
-    assert names("join", "precision", "clipping") == [
-        "11_clipping.ipynb", "12_precision.ipynb", "15_join.ipynb",
+    assert len(names()) == 16
+    assert names("museum", "precision", "clipping") == [
+        "11_clipping.ipynb", "12_precision.ipynb", "15_museum.ipynb",
     ]  # fmt: skip
 
 
@@ -208,7 +208,7 @@ def test_the_command_writes_to_a_new_folder_and_prints_the_files(
 @pytest.mark.parametrize(
     ("words", "answers"),
     [
-        (["--chapter", "88"], ["there is no chapter '88'; there are 01_ledger, 02_", "19_museum."]),
+        (["--chapter", "88"], ["there is no chapter '88'; there are 01_ledger, 02_", "16_scale."]),
         (["--source", "nowhere"], ["there are no chapters in 'nowhere'", "in the folder notebooks"]),
         (["--source", "{not_notebooks}"], ["03_partition.ipynb is not a Jupyter notebook"]),
     ],
@@ -282,12 +282,12 @@ def test_nbval_passes_the_solutions_and_fails_each_blank_stub(tmp_path: Path) ->
 
 def test_the_course_guide_plans_all_chapters_in_order_with_their_exercises() -> None:
     guide = (ROOT / "book" / "course.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \d", guide, re.MULTILINE)
-    assert re.findall(r"notebooks/(\w+)\.ipynb\) \((\d)\)", guide) == [
-        (path.stem, str(len(exercises_in(path)))) for path in CHAPTERS
-    ]
+    rows = re.findall(r"^\| \d.*", guide, re.MULTILINE)
+    listed = re.findall(r"notebooks/(\w+)\.ipynb\)", "".join(rows))
+    assert listed == [path.stem for path in CHAPTERS]
     assert f"{len(rows)} sessions" in guide
-    assert f"{len(CHAPTERS)} chapters and {len(exercises())} exercises" in guide
+    assert {len(exercises_in(path)) for path in CHAPTERS} <= {2, 3}
+    assert "two exercises or three" in guide
 
 
 def test_what_the_course_guide_quotes_is_what_checks_say() -> None:

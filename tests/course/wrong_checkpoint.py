@@ -7,11 +7,6 @@ FILL = """                if key not in of_param:
                     of_param[key] = torch.empty(shapes[piece.param])
                 of_param[key].view(-1)[piece.start : piece.stop] = state[key]
 """
-WRITE = '        disk.write(f"{name}.unfinished", shard)\n'
-RENAME = '        disk.rename(f"{name}.unfinished", name)\n'
-REMOVE = """    for name in disk.names():
-        if not name.startswith(f"save-{number}/"):
-            disk.remove(name)"""
 
 CHANGED = {
     "checkpoint.reads": [
@@ -44,29 +39,5 @@ CHANGED = {
          {FILL: FILL + "                if piece.numel == partition.numels[piece.param]:\n"
                        "                    of_param[key] = state[key].view(shapes[piece.param])\n"},
          r"lies in the memory of a shard"),
-    ],
-    "checkpoint.save": [
-        ("removes_first", {REMOVE: "", "    for rank": REMOVE + "\n    for rank"},
-         r"killed in write\(.* finds no complete save"),
-        ("starts_in_the_old_folder",
-         {"{number}/shard": "{n}/shard", "for rank, shard in enumerate(shards)":
-          "for n, rank, shard in [(n, *each) for n in (number - 1, number) for each in enumerate(shards)]"},
-         r"shards of two saves side by side"),
-        ("forgets_what_killed_saves_leave", {"if not": "if", "{number}/\"": "{number - 1}/\""},
-         r"save number 11 there still are \['save-9/shard-0-of-1'"),
-        ("mixes_up_the_ranks", {"enumerate(shards)": "enumerate(shards[::-1])"},
-         r"each in the file of its rank"),
-        ("never_renames", {RENAME: "", REMOVE: ""}, r"shard-0-of-1' is missing"),
-        ("tidies_up_when_killed",
-         {WRITE: "        try:\n            disk.write(name, shard)\n"
-                 "        except BaseException:\n            return\n", RENAME: ""},
-         r"takes the half of shard 0 for the whole"),
-    ],
-    "checkpoint.newest_common": [
-        ("the_oldest", {"return max(": "return min("}, r"oldest save that all ranks have"),
-        ("lists_of_any_length", {" + [0] * (longest - len(intact))": ""},
-         r"wait for each other.* must have one shape on all"),
-        ("a_set", {"return max(common, default=None)": "return common"},
-         r"must return the number of a save, or None"),
     ],
 }  # fmt: skip

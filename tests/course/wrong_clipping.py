@@ -6,8 +6,6 @@ REDUCE_NORMS = "    comm.all_reduce(norms).wait()\n"
 NORM = "norms.norm(norm_type).item()"
 REDUCE_SPOILED = "    comm.all_reduce(spoiled).wait()\n"
 NONE_SPOILED = "spoiled.item() == 0"
-REDUCE_SQUARES = "    comm.all_reduce(squares).wait()\n"
-RATIOS = "[ratios[param].item() for param in params]"
 
 CHANGED = {
     "clipping.global_norm": [
@@ -47,24 +45,5 @@ CHANGED = {
          {"0.0 if finite else 1.0": "sum((gradient.sum().item() for gradient in gradients), 0.0)",
           NONE_SPOILED: "math.isfinite(spoiled.item())"},
          r"may overflow"),
-    ],
-    "clipping.trust_ratios": [
-        ("ratio_of_the_slice",
-         {RATIOS: "[(own.norm() / gradient.norm()).item() for own, gradient in zip(weights, gradients)]"},
-         r"ratio of this slice alone. Parameter 1 has 2 slices"),
-        ("forgets_the_roots", {"squares.sqrt()": "squares"}, r"ratio of the squares"),
-        ("gradients_by_weights", {"of_weights / of_gradients": "of_gradients / of_weights"},
-         r"divided by that of the weights"),
-        ("one_for_the_model", {"squares.sqrt()": "squares.sum(dim=1, keepdim=True).sqrt().expand(2, count)"},
-         r"one ratio for the whole model"),
-        ("divides_by_zero", {"    ratios[(squares == 0).any(dim=0)] = 1.0\n": ""},
-         r"All weights of parameter 0 are zero.*return 1\.0"),
-        ("keeps_the_last_slice", {"+=": "="}, r"this keeps the last"),
-        ("adds_norms_of_ranks", {"square().sum()": "norm()", "squares.sqrt()": "squares"},
-         r"That adds norms"),
-        ("a_call_for_each_parameter",
-         {REDUCE_SQUARES: "    for square in squares.view(-1):\n        comm.all_reduce(square).wait()\n"},
-         r"makes 4 calls for 2 parameters"),
-        ("one_for_each_parameter", {RATIOS: "ratios.tolist()"}, r"It must return one for each"),
     ],
 }  # fmt: skip

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 ASK = "    if differ.any():\n        return [number for number in range(len(params)) if differ[number]]\n"
-MOVED = """        for old, old_owner in olds:
-            for new, new_owner in news:
-                overlap = min(old.stop, new.stop) - max(old.start, new.start)
-                if old_owner != new_owner:
-                    moved += max(0, overlap)
-"""
 HAS_CHANGED = "step and flags != trained[step - 1]"
 
 CHANGED = {
@@ -26,18 +20,6 @@ CHANGED = {
         ("flags_of_all", {"if differ[number]]": "]"},
          r"All ranks must name the parameters that are frozen on some"),
         ("says_true", {"return []": "return True"}, r"must return a list of numbers of parameters"),
-    ],
-    "groups.state_to_move": [
-        ("negative_overlaps_too", {"max(0, overlap)": "overlap"},
-         r"elements change owner, .* bytes of state.*have a negative overlap"),
-        ("first_owners",
-         {"olds, news in zip(before.pieces_of_param, after.pieces_of_param)":
-              "numel, old, new in zip(before.numels, before.owner_of_param, after.owner_of_param)",
-          MOVED: "        moved += numel * (old != new)\n"},
-         "raised ValueError: parameter 1 has several owners"),
-        ("what_moves",
-         {"8 * moved": "sorted(set(before.slices_of_rank[0]) - set(after.slices_of_rank[0]))"},
-         "must return a whole number of bytes"),
     ],
     "groups.calls_of_steps": [
         ("always_asks", {HAS_CHANGED: "True"},

@@ -14,14 +14,6 @@ CHANGED = {
         ("the_difference", {"return torch.equal": "return 0.0 * torch.equal"},
          r"returned 0\.0\. It must return True or False"),
     ],
-    "matrices.rows_and_columns": [
-        ("one_root", {".sqrt().sqrt()": ".sqrt()"}, r"fourth root of the product: take the root twice"),
-        ("sends_the_gradients",
-         {"    squares": "    comm.all_reduce(torch.zeros(40)).wait()\n    squares"},
-         r"sends \d+ numbers; 4 are enough.*stay where they are"),
-        ("returns_the_means", {"return rows / (of_columns * of_rows).sqrt().sqrt()": "return of_columns"},
-         r"must return a tensor of the shape of this rank's rows"),
-    ],
     "matrices.update_whole": [
         ("its_own_rows_alone",
          {BACK: "return [update(one) for one in rows]",

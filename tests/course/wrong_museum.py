@@ -1,4 +1,4 @@
-"""Chapter 19: answers that a reader may give, as changes of the solution, and what the check must say."""
+"""Chapter 15: answers that a reader may give, as changes of the solution, and what the check must say."""
 
 from __future__ import annotations
 

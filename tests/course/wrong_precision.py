@@ -5,7 +5,6 @@ from __future__ import annotations
 POWER = "2.0 ** (exponent - 1)"
 GRADIENT = "None if param.grad is None else param.grad.to(master.dtype)"
 COPY = "    with torch.no_grad():\n        param.copy_(master)"
-GATHER = "    comm.gather_shares(flat).wait()"
 
 CHANGED = {
     "precision.lost_below": [
@@ -36,19 +35,5 @@ CHANGED = {
          {"master.grad = None if param.grad is None else":
               "if param.grad is not None:\n        master.grad ="},
          r"has no update in this step"),
-    ],
-    "precision.without_masters": [
-        ("rounds_to_nearest", {"round_at_random(share.float() - update)": "share.float() - update"},
-         r"round_at_random is not called. Rounding to the nearest loses"),
-        ("adds_in_16_bits", {"share.float() - update": "share - update.to(share.dtype)"},
-         r"only values of bfloat16 already.*Compute the new values in float32"),
-        ("sends_32_bits",
-         {GATHER: "    flat.copy_(torch.cat(comm.all_gather(share.float())))"},
-         r"exchange 512 bytes; 256 are enough.*Round before you send"),
-        ("the_first_share_of_the_gradient",
-         {"gradient.chunk(comm.world_size)[comm.rank]": "gradient.chunk(comm.world_size)[0]"},
-         r"Share r of `flat` and share r of `gradient` belong together"),
-        ("into_a_copy", {"    share = flat": "    flat = flat.clone()\n    share = flat"},
-         r"no weight has changed. Write the new values into `flat`"),
     ],
 }  # fmt: skip

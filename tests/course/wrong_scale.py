@@ -2,36 +2,9 @@
 
 from __future__ import annotations
 
-CHOSEN = "_, start, slope = min(lines)"
-LEAST_SQUARES = (
-    "from statistics import linear_regression\n\n    slope, start = linear_regression(*zip(*points))"
-)
-WITHOUT_THE_WORST = """
-    worst = max(points, key=lambda point: abs(slope * point[0] + start - point[1]))
-    slope, start = linear_regression(*zip(*(point for point in points if point != worst)))
-    start = max(start, 0.001)"""
-LATENCY, BANDWIDTH = "1e3 * start", "1e-6 / slope"
 SEARCH = "    for power in range(8"
 
 CHANGED = {
-    "scale.fit_link": [
-        ("least_squares", {CHOSEN: LEAST_SQUARES},
-         r"a latency of -.* Make relative errors small|outlier decide"),
-        ("least_squares_without_the_worst", {CHOSEN: LEAST_SQUARES + WITHOUT_THE_WORST},
-         r"The bandwidth is right and the latency is not"),
-        ("no_latency",
-         {LATENCY: "0.0", BANDWIDTH: "1 / fmean(ms * 1e6 / nbytes for nbytes, ms in sorted(points)[-6:])"},
-         r"A message costs time before its first byte"),
-        ("two_points",
-         {"combinations(points, 2)": "[(min(points), max(points))]", "slope > 0 and start >= 0": "True"},
-         r"Did the outlier decide\?"),
-        ("in_milliseconds", {LATENCY: "start"}, r"right in milliseconds. Return microseconds"),
-        ("in_megabytes", {BANDWIDTH: "1e-3 / slope"}, r"right in MB/s. Return GB/s"),
-        ("a_link",
-         {f"return {LATENCY}, {BANDWIDTH}":
-              f"from zero_ref.simulator.cluster import Link\n\n    return Link({LATENCY}, {BANDWIDTH})"},
-         r"Return two numbers: the latency in microseconds, the bandwidth in GB/s"),
-    ],
     "scale.design": [
         ("stage_1", {SEARCH: '    return Design(1024, "zero-even", "full")\n' + SEARCH},
          r"does not fit in memory. A rank needs \d,\d\d\d\.\d GB.*keep all parameters on every rank"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from library import planted
-from library.running_page import PAGE as PAGES, blocks
+from library.running_page import BOOK, blocks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_ref import ZeroRedundancyOptimizer, cli, doctor
@@ -173,7 +173,7 @@ def test_where_a_rank_hangs_is_told():
 
 # --------------------------------------------------------------------------------------- the command
 
-PAGE = PAGES.with_name("doctor.md")
+PAGE = BOOK / "doctor.md"
 NUMBER = r"\d\.?\d*(?:e\+\d+)?"
 
 

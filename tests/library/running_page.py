@@ -1,4 +1,4 @@
-"""The pieces of book/running.md, and of other pages, that are run or read by tests."""
+"""The pieces of the pages about running, and of other pages, that are run or read by tests."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 import yaml
 
-PAGE = Path(__file__).resolve().parents[2] / "book" / "running.md"
+BOOK = Path(__file__).resolve().parents[2] / "book"
+PAGES = [BOOK / name for name in ("your_loop.md", "before_you_rent.md", "running.md")]
 
 
-def blocks(language: str, page: Path = PAGE) -> list[str]:
-    """A page's blocks of code in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+def blocks(language: str, *pages: Path) -> list[str]:
+    """The pages' blocks of code in a language; those of PAGES if none is named."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages or PAGES)
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.M | re.S)
 
 
 def slurm_script() -> str:
@@ -39,7 +41,7 @@ def pod_script() -> str:
 
 
 def commands(program: str) -> list[list[str]]:
-    """The words of each command on the page that starts this program, without the program's name."""
+    """The words of each command on these pages that starts this program, without the program's name."""
     found = []
     for block in [*blocks("bash"), pod_script()]:
         for line in block.replace("\\\n", " ").splitlines():

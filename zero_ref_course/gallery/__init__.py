@@ -5,7 +5,7 @@ An exhibit has the program with the mistake, the program without it, and the add
 - `right`: a right program; most exhibits get one method of it wrong;
 - `exhibits`: the class `Exhibit`, and the list of all exhibits;
 - `gradients`, `steps`, `loads`: the exhibits; the docstring of each says what happened;
-- `training`: a small training whose loss chapter 19 draws with and without each mistake.
+- `training`: a small training whose loss chapter 15 draws with and without each mistake.
 
 >>> len(all_exhibits()) >= 20
 True
