@@ -147,13 +147,13 @@ def forms(folder: Path, ranks: str) -> Iterator[str]:
 
 
 def _costs(result: SuiteResult, name: str) -> tuple[str, str, str]:
-    """The time over that of DDP with fused AdamW, the fullest rank's part of the state, the bytes sent."""
+    """DDP's time with fused AdamW over that of the form, the fullest rank's part of the state, the bytes sent."""
     if name not in result.taken:
         return "-", "-", "-"
     state, whole = (result.taken[each].figures["state_bytes"] for each in (name, REFERENCE))
     units = result.wire_units(name)
     return (
-        "1" if name == REFERENCE else spread_of(result.ratio(name, REFERENCE)),
+        "1" if name == REFERENCE else spread_of(result.ratio(REFERENCE, name)),
         short(state / whole),
         "-" if units is None else f"{units:.2f}",
     )

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from library.running_page import BOOK, blocks, commands, manifest, pod_script, slurm_script
+from library.running_page import BOOK, blocks, commands, slurm_script
 from torch.distributed.run import get_args_parser
 
 from zero_ref.cli import main, make_parser
@@ -18,7 +18,7 @@ def number_of(option: str, words: list[str]) -> str:
     return next(word.partition("=")[2] for word in words if word.startswith(f"--{option}="))
 
 
-@pytest.mark.parametrize("script", [*blocks("bash"), pod_script()])
+@pytest.mark.parametrize("script", blocks("bash"))
 def test_bash_can_read_every_script(script: str) -> None:
     done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -29,9 +29,9 @@ def test_torchrun_and_the_job_accept_every_line(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     lines = commands("torchrun")
-    assert len(lines) == 8
+    assert len(lines) == 7
     for words in lines:
-        numbers = [word.replace("$SLURM_NNODES", "2").replace("$JOB_COMPLETION_INDEX", "0") for word in words]
+        numbers = [word.replace("$SLURM_NNODES", "2") for word in words]
         arguments = get_args_parser().parse_args(numbers)
         assert (arguments.module, arguments.training_script) == (True, "zero_ref.lab.train")
         assert train.main(arguments.training_script_args) == 2
@@ -59,34 +59,6 @@ def test_slurm_starts_one_task_a_node_and_a_rank_a_gpu() -> None:
     assert number_of("nproc-per-node", words) == asked["gpus-per-node"]
     assert re.fullmatch(r"\d\d:\d\d:\d\d", asked["time"])
     assert set(asked) == {"nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time"}
-
-
-def test_the_manifest_is_a_service_that_names_the_pods_of_an_indexed_job() -> None:
-    service, job = manifest()
-    assert (service["apiVersion"], service["kind"]) == ("v1", "Service")
-    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
-    name, pods = job["metadata"]["name"], job["spec"]["template"]["spec"]
-    assert service["spec"]["clusterIP"] == "None", "headless: a name for each pod"
-    assert service["spec"]["publishNotReadyAddresses"] is True
-    assert service["spec"]["selector"] == {"job-name": name}, "the label that a Job gives its pods"
-    assert pods["subdomain"] == service["metadata"]["name"]
-    assert job["spec"]["completionMode"] == "Indexed"
-    assert job["spec"]["backoffLimit"] == 0
-    assert pods["restartPolicy"] == "Never"
-
-
-def test_the_manifest_s_torchrun_has_a_pod_for_each_node_and_a_gpu_for_each_rank() -> None:
-    service, job = manifest()
-    (words,) = [words for words in commands("torchrun") if "--node-rank=$JOB_COMPLETION_INDEX" in words]
-    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(number_of("nnodes", words))
-    pods = job["spec"]["template"]["spec"]
-    (container,) = pods["containers"]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": int(number_of("nproc-per-node", words))}
-    pod_0 = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-    assert number_of("master-addr", words) == pod_0
-    (mounted,), (volume,) = container["volumeMounts"], pods["volumes"]
-    assert mounted == {"name": volume["name"], "mountPath": "/dev/shm"}
-    assert volume["emptyDir"] == {"medium": "Memory"}
 
 
 def test_the_page_says_which_cuda_make_install_brings() -> None:

@@ -111,7 +111,7 @@ def test_forms_have_their_rule_and_what_they_cost(build: Build, monkeypatch: pyt
     rows = [re.sub(" +", " ", row) for row in build("forms", "2").splitlines()]
     assert rows[0] == "| form | choose it if | time, gpt | state, gpt | sent, gpt |"
     assert rows[2].endswith("fit on every rank | 1 | 1 | 2.00 |")
-    assert rows[3].endswith("DDP stays as it is | 1.2 | 0.5 | 2.00 |")
+    assert rows[3].endswith("DDP stays as it is | 0.833 | 0.5 | 2.00 |")
     assert rows[4].endswith("a communication hook | - | - | - |")
     assert len(rows) == 2 + len(FORMS)
     assert build("forms", "4") == findings.NOT_YET

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from library.running_page import pod_script, slurm_script
+from library.running_page import slurm_script
 
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig, TrainConfig
@@ -82,27 +82,3 @@ def test_the_slurm_script_trains_on_two_nodes_as_ranks_of_one_do(tmp_path: Path,
     assert done.returncode == 0, done.stderr
     check(done.stdout, done.stderr)
     assert json.loads(done.stdout)["final_loss"] == ranks.run(train, 2, JOB)[0].held_out_loss
-
-
-@pytest.mark.thorough
-def test_the_command_of_the_pods_trains_on_two_nodes(tmp_path: Path, port: int) -> None:
-    script = small(pod_script(), port).replace("zero-0.zero", "localhost")
-    pods = [
-        subprocess.Popen(
-            ["bash", "-c", script],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environ(tmp_path, JOB_COMPLETION_INDEX=str(number)),
-            cwd=ROOT,
-        )
-        for number in range(2)
-    ]
-    try:
-        said = [pod.communicate(timeout=600) for pod in pods]
-    finally:
-        for pod in pods:
-            pod.kill()
-    assert [pod.returncode for pod in pods] == [0, 0], said
-    check(*said[0])
-    assert said[1][0] == "", "pod 0 prints the outcome"

@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 BOOK = Path(__file__).resolve().parents[2] / "book"
 PAGES = [BOOK / name for name in ("your_loop.md", "before_you_rent.md", "running.md")]
@@ -25,27 +22,12 @@ def slurm_script() -> str:
     return script
 
 
-def manifest() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The Service and the Job."""
-    (text,) = blocks("yaml")
-    service, job = yaml.safe_load_all(text)
-    return service, job
-
-
-def pod_script() -> str:
-    """Return the script that bash runs in the Job's container."""
-    (container,) = manifest()[1]["spec"]["template"]["spec"]["containers"]
-    assert container["command"] == ["bash", "-c"]
-    (script,) = container["args"]
-    return str(script)
-
-
 def commands(program: str) -> list[list[str]]:
     """The words of each command on these pages that starts this program, without the program's name."""
     found = []
-    for block in [*blocks("bash"), pod_script()]:
+    for block in blocks("bash"):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line.partition(" > ")[0], comments=True)
-            if program in words[:2]:  # behind `srun` or `exec`
+            if program in words[:2]:  # behind `srun`
                 found.append(words[words.index(program) + 1 :])
     return found
