@@ -147,7 +147,7 @@ def forms(folder: Path, ranks: str) -> Iterator[str]:
 
 
 def _costs(result: SuiteResult, name: str) -> tuple[str, str, str]:
-    """DDP's time with fused AdamW over that of the form, the fullest rank's part of the state, the bytes sent."""
+    """DDP's time with fused AdamW over the form's, the fullest rank's part of the state, the bytes sent."""
     if name not in result.taken:
         return "-", "-", "-"
     state, whole = (result.taken[each].figures["state_bytes"] for each in (name, REFERENCE))

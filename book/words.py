@@ -2,7 +2,7 @@
 
     python book/words.py
 
-An estimate, measured on no reader: so many words of text a minute, so many lines of visible code a minute, and
+An estimate, measured on no reader: so many words of text and so many lines of visible code a minute, and
 nothing for predictions and exercises. Code that a page folds or leaves out is not counted.
 """
 

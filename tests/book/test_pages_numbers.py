@@ -206,16 +206,6 @@ def test_course_does_an_easy_exercise_of_each_chapter_in_class() -> None:
         assert of_chapter[exercise] == easiest, f"exercise {number}.{exercise}"
 
 
-def test_course_says_how_long_chapters_are() -> None:
-    words = {}
-    for number, path in enumerate(CHAPTERS, 1):
-        cells = json.loads(path.read_text("utf-8"))["cells"]
-        texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
-        words[number] = sum(len(text.split()) for text in texts)
-    assert (round(min(words.values()), -3), round(max(words.values()), -3)) == (2_000, 4_000)
-    assert sorted(sorted(words, key=lambda number: words[number])[-2:]) == [8, 9]
-
-
 # ------------------------------------------------------------------------------------------------ grading.md
 
 
