@@ -236,17 +236,11 @@ def call_with_size(name: str, tensor: torch.Tensor | None, peer: int | None) -> 
     return f"calls {name}{size}" + ("" if peer is None else f"{towards} rank {peer}")
 
 
-def call_by_name(name: str, _: torch.Tensor | None, peer: int | None) -> str:
-    """Describe a collective by its name alone, for an exercise whose tensors all have the same size."""
-    return f"calls {name}" + (f" from rank {peer}" if name == "broadcast" else "")
-
-
 class Company:
     """Watches the calls of a reader's code on one rank.
 
     Args:
         file: the reader's file, if the code is in one; messages quote its lines.
-        says: describes a collective, from its name, tensor and peer; the ranks compare these texts.
         advice: ends the message if ranks make different calls.
 
     Attributes:
@@ -258,11 +252,10 @@ class Company:
     def __init__(
         self,
         file: str = "",
-        says: Callable[[str, torch.Tensor | None, int | None], str] = call_with_size,
         advice: str = EVERY_RANK,
     ) -> None:
         self.file = os.path.realpath(file)
-        self.says, self.advice = says, advice
+        self.advice = advice
         self.calls: list[Call] = []
         self.under_way: dict[int, str] = {}
 
@@ -324,7 +317,7 @@ class Company:
                 raise ExerciseFailed(f"dist.{name} was given a tensor whose memory was freed by resize_.")
             peer = _peer(name, args, kwargs)
             if name in MET:
-                self._meet(self.says(name, tensor, peer))
+                self._meet(call_with_size(name, tensor, peer))
             number = len(self.calls)
             started = f"{name} {self.names.count(name)}"
             self.calls.append(Call(name, 0 if tensor is None else tensor.nbytes, peer))

@@ -27,7 +27,6 @@ from zero_ref_course import (
 DRAWN = [name for name in exercises() if draws_a_picture(name)]
 
 TO_LOOK_AT = {
-    "overlap.bucket_size": "one_bucket",
     "overlap.reduce_as_ready": "waits_at_once",
     "overlap.on_bucket": "all_at_the_end",
     "partition.adversary": "one_huge_tensor",
@@ -45,7 +44,7 @@ def _nothing_left_behind() -> Iterator[None]:
     ranks.shutdown()
 
 
-def test_eight_checks_draw() -> None:
+def test_seven_checks_draw() -> None:
     assert sorted(TO_LOOK_AT) == sorted(DRAWN)
 
 
