@@ -184,6 +184,8 @@ def test_a_model_of_images_has_one_token_for_each() -> None:
         Images()(torch.zeros(4, 3, 12, 12)).backward()
     found = kernels(model, 4, 1, itemsize=4)
     assert found.flops == counter.get_total_flops()
+    run = Scenario(model, cluster("h100-ib"), 2, batch=4, dtype="float32").run("ddp")
+    assert run.utilisation == pytest.approx(counter.get_total_flops() / (run.iteration_ms * 67e9))
 
 
 # --------------------------------------------------------------------------------------------- mistakes

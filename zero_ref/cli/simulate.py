@@ -83,9 +83,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def named_model(arguments: argparse.Namespace) -> list[str]:
-    """The option that names the model, and its value."""
+    """The option that names the model, its value, and what else is said of it."""
     given = ((f"--{name}", getattr(arguments, name)) for name in ("model", "config", "module"))
-    return next([option, value] for option, value in given if value)
+    option, value = next((option, value) for option, value in given if value)
+    return [option, value, *["--as-16-bit"] * arguments.as_16_bit]
 
 
 def add_machines(parser: argparse.ArgumentParser) -> None:
@@ -207,7 +208,7 @@ def architecture_of(arguments: argparse.Namespace) -> Architecture:
     """
     if arguments.model:
         return MODELS[arguments.model]
-    option, given = named_model(arguments)
+    option, given = named_model(arguments)[:2]
     try:
         if arguments.module:
             return _of_own(given, arguments)

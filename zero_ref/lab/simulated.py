@@ -24,7 +24,8 @@ from zero_ref.simulator.traced import Traced
 
 MFU_COUNTS = (
     "6 operations for each token and each parameter that it goes through, and those of attention over whole "
-    "sequences, as if nothing were masked; what is computed again does not count"
+    "sequences, as if nothing were masked; of a traced model, those of its products and of attention; what "
+    "is computed again does not count"
 )
 """The operations in model FLOPs utilisation, in words. Source: PaLM (arXiv:2204.02311), appendix B."""
 

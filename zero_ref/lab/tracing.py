@@ -597,6 +597,7 @@ class _OnMeta(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._answers = dict[int, tuple[Tensor, bool]]()
+        self._counts = dict[int, tuple[Tensor, int]]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
@@ -608,6 +609,10 @@ class _OnMeta(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in (Tensor.all, torch.all, Tensor.any, torch.any):
             self._answers[id(result)] = result, func in (Tensor.all, torch.all)
+        elif func in (Tensor.sum, torch.sum) and args[0].dtype == torch.bool:
+            self._counts[id(result)] = result, args[0].numel()
+        elif func in (Tensor.eq, Tensor.__eq__) and id(args[0]) in self._counts:  # whether so many are true
+            self._answers[id(result)] = result, self._counts[id(args[0])][1] == args[1]
         return result
 
 

@@ -151,6 +151,8 @@ class RankWork(Training):
     def utilisation_at(self, iteration_ms: float) -> float:
         """Model FLOPs utilisation, if an iteration takes so long; see `SimulatedRun.utilisation`."""
         of_token = 6 * self.active * (1 + self.attention_share)
+        if isinstance(model := self.architecture, Traced):
+            of_token = model.flops_of_token(self.batch, self.tokens_of_sequence)
         if self.lora is not None:  # of frozen parameters no gradients are made
             of_token -= 2 * (self.active - self.trained_numel)
         return of_token * self.tokens / (iteration_ms * self.machine.device.tflops * 1e9)

@@ -448,7 +448,8 @@ class SimulatedRun:
         """Model FLOPs utilisation: the share of the device's peak that goes into the model.
 
         6 operations for each parameter and token count, and attention's over whole sequences, also what a
-        causal mask hides and flash attention skips. What checkpointing computes again does not count.
+        causal mask hides and flash attention skips. Of a traced model its products count in place of the
+        parameters, which a convolution uses many times. What checkpointing computes again does not count.
 
         Source: PaLM (arXiv:2204.02311), appendix B.
         """

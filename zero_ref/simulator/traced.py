@@ -81,6 +81,11 @@ class TracedProduct(NamedTuple):
     n: Rule
     times: Rule
 
+    def flops_at(self, batch: int, sequence: int) -> float:
+        """A multiplication and an addition each."""
+        m, k, n, times = (one.at(batch, sequence) for one in self)
+        return 2 * m * k * n * times
+
 
 class TracedPass(NamedTuple):
     """The work of a block's forward or backward.
@@ -179,6 +184,19 @@ class Traced:
     def active(self) -> int:
         """The parameters that a token goes through: of experts those it is sent to."""
         return sum(param.numel for param in self.params) - self.inactive
+
+    def flops_of_token(self, batch: int, sequence: int) -> float:
+        """The operations of products and attention in forward and backward, for each token.
+
+        Attention counts over whole sequences, and without the product that flash attention makes again.
+        """
+        flops, at = 0.0, (batch, sequence)
+        for layer in (*self.layers, self.outside):
+            products = (*layer.forward.products, *layer.backward.products)
+            of_attention = 3 if any(layer.backward.attention_flops) else 1
+            made = sum(one.flops_at(*at) for one in products)
+            flops += layer.number * (made + of_attention * layer.whole_attention_flops.at(*at))
+        return flops / (batch * sequence)
 
     def attention_share(self, batch: int, sequence: int) -> float:
         """The operations that attention over whole sequences adds to those of the parameters, as a share."""
