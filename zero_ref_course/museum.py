@@ -1,9 +1,8 @@
-"""Chapter 15's graders: the causes that explain an observation, and a step that passes the doctor."""
+"""Chapter 15's graders: the weights of ranks' gradients, and a step that passes the doctor."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,61 +14,44 @@ from zero_ref_course import Answer, ExerciseFailed, exercise, shown
 from zero_ref_course._company import outcomes_of
 from zero_ref_course.predictions import prediction
 
-# -------------------------------------------------------------------------------- which cause gives it?
+# ------------------------------------------------------------------------------ whose gradients are these?
 
-BOUND = 1e-6
-PLAIN = [1.0, -2.0, 0.5, 4.0]
-SUMMED = [2.0, -4.0, 1.0, 8.0]
-LAST = [0.25, -1.0, 0.75, 3.0]
-NAN = float("nan")
-OBSERVED: list[tuple[str, list[float]]] = [
-    ("the plain loop's values", PLAIN),
-    ("values that rounding alone keeps from the plain loop's", [1.0, -2.0, 0.5, 4.0 + 5e-7]),
-    ("the values of the cause 'summed'", SUMMED),
-    ("the values of the causes 'last micro-batch' and 'one rank'", LAST),
-    ("values that no cause gives", [1.0, -2.0, 0.5, 4.5]),
-    ("values of which a single element is the plain loop's no more", [1.0, -2.0, 0.5, 4.0 + 4e-6]),
-    ("the values of 'summed' with a NaN among them", [2.0, -4.0, NAN, 8.0]),
-    ("values whose differences from the plain loop's add up to 0", [2.0, -3.0, 1.5, 3.0]),
+GRADIENTS = [[1.0, -2.0, 0.5, 4.0, 0.0], [3.0, 0.0, 0.5, -2.0, 1.0], [0.0, 1.0, 2.0, 1.0, -1.0]]
+"""Three ranks' gradients of five elements."""
+
+
+def _observed(*weights: float) -> list[float]:
+    return [sum(w * of_rank[at] for w, of_rank in zip(weights, GRADIENTS)) for at in range(len(GRADIENTS[0]))]
+
+
+OBSERVED: list[tuple[str, list[float], list[float] | None]] = [
+    ("the mean of the ranks' gradients", _observed(1 / 3, 1 / 3, 1 / 3), [1 / 3, 1 / 3, 1 / 3]),
+    ("their sum", _observed(1, 1, 1), [1.0, 1.0, 1.0]),
+    ("the gradient of rank 1 alone", _observed(0, 1, 0), [0.0, 1.0, 0.0]),
+    ("a mean in which the sign of rank 2 is turned", _observed(0.5, 0.5, -0.5), [0.5, 0.5, -0.5]),
+    ("the sum, of which one element is another", [*_observed(1, 1, 1)[:-1], 7.0], None),
 ]
 
 
-@exercise("museum.causes")
-def causes(answer: Answer) -> str:
-    """Check the causes of several observations, given the plain loop and three possible causes."""
-    given = {"summed": SUMMED, "last micro-batch": LAST, "one rank": LAST}
-    alternatives = {name: torch.tensor(values) for name, values in given.items()}
-    for what, values in OBSERVED:
-        right = _causes(torch.tensor(values), torch.tensor(PLAIN), alternatives)
-        theirs = answer(torch.tensor(values), torch.tensor(PLAIN), dict(alternatives), BOUND)
-        assert isinstance(theirs, list), f"{answer.name} returned {shown(theirs)}, and not a list of names."
-        assert theirs == right, f"given {what}, {answer.name} returned {theirs}, and right is {right}. " + (
-            _about(theirs, right, values)
-        )
-    return f"{len(OBSERVED)} observations against a plain loop and {len(alternatives)} causes"
+@exercise("museum.weights", may_return_none=True)
+def weights(answer: Answer) -> str:
+    """Check the weights that are read off several observed gradients."""
+    for what, values, right in OBSERVED:
+        theirs = answer(torch.tensor(values), torch.tensor(GRADIENTS))
+        given = f"given {what}, {answer.name} returned {shown(theirs)}"
+        if right is None:
+            assert theirs is None, f"{given}. No weights give it: compare what yours give in every element."
+            continue
+        assert isinstance(theirs, list), f"{given}, and not a list of one weight for each rank."
+        near = len(theirs) == len(right) and all(abs(one - two) < 1e-3 for one, two in zip(theirs, right))
+        assert near, f"{given}, and right is {[round(one, 3) for one in right]}. " + _about(right)
+    return f"{len(OBSERVED)} observed gradients of {len(GRADIENTS)} ranks"
 
 
-def _causes(observed: torch.Tensor, plain: torch.Tensor, alternatives: dict[str, torch.Tensor]) -> list[str]:
-    def agrees(values: torch.Tensor) -> bool:
-        return bool(((observed - values).abs() <= BOUND).all())
-
-    if agrees(plain):
-        return ["healthy"]
-    return [name for name, values in alternatives.items() if agrees(values)] or ["unknown"]
-
-
-def _about(theirs: list[str], right: list[str], values: Sequence[float]) -> str:
-    if any(value != value for value in values):
-        return "A NaN is within no bound of anything: every comparison with it is false."
-    if right == ["healthy"]:
-        return "Look at the plain loop first: what agrees with it within the bound has no cause."
-    if theirs == ["healthy"]:
-        return "Every element has to be within the bound, whatever the others are, and whatever the sum is."
-    if right == ["unknown"]:
-        return 'Where nothing agrees, say so: ["unknown"].'
-    if len(right) > 1 and set(theirs) < set(right):
-        return "Several causes may give the same values. All of them are to be said, in the order given."
-    return "A cause is named if each of its values is within the bound of what was observed."
+def _about(right: list[float]) -> str:
+    if min(right) < 0:
+        return "A weight may be negative."
+    return "The weighted sum of the ranks' gradients has to be the observed one in all elements at once."
 
 
 # ------------------------------------------------------------------------------ a step that is healthy

@@ -23,22 +23,16 @@ RUNS = ((2, 0), (3, 1), (4, 2))
 """Numbers of ranks and seeds, dealt out in turn."""
 ADAMW: dict[str, Any] = {"from_plain": torch.optim.AdamW, "options": {"lr": LR}}
 
-# Where a mistake that is in neither list departs first: the trial, step, phases and parameter; then words of
-# a cause that would be right, where there is one.
-STRANGERS: dict[str, tuple[str, int, tuple[str, ...], str, str]] = {
-    "swapped": ("plain", 0, ("step",), "first.weight", ""),
+# Where a mistake that the museum has not departs first: the trial, step, phase and parameters.
+STRANGERS: dict[str, tuple[str, int, str, str]] = {
+    "swapped": ("plain", 0, "step", "first.weight"),
     # 45 elements leave a remainder on 2 ranks, and 10 elements on 3 and 4.
-    "truncated": ("plain", 0, ("step",), "second.weight first.bias", "no rank has updated elements"),
-    "fixed_rate": ("scheduler", 1, ("step",), "first.weight", "the scheduler's learning rate does not reach"),
-    "rounded_on_the_way": ("plain", 0, ("backward", "step"), "first.weight", "rounded to bfloat16"),
-    # Its gradients are local by design, so a departure may begin with them for all that can be seen.
-    "local_squares": ("plain", 0, ("backward", "step"), "first.weight", ""),
-    "norm_of_before": ("clipping", 1, ("clip",), "first.weight", "which is not the norm of all gradients"),
+    "truncated": ("plain", 0, "step", "second.weight first.bias"),
+    "fixed_rate": ("scheduler", 1, "step", "first.weight"),
+    "rounded_on_the_way": ("plain", 0, "backward", "first.weight"),
+    "local_squares": ("plain", 0, "step", "first.weight"),
+    "norm_of_before": ("clipping", 1, "clip", "first.weight"),
 }
-
-
-# Here the doctor finds the place and, so far, no cause or another one that gives the same values.
-PLACE_ONLY = {("ReducedAgain", 3, 1), ("HeadAroundTheWrapper", 3, 1), ("ReducedAgain", 4, 2)}
 
 # A lost bit shows in a value or in the next loss, whichever is first off by more than rounding explains.
 OTHER_PHASE = {"NoMasters": "step"}
@@ -48,22 +42,19 @@ def held(exhibit: Exhibit, report: Report) -> None:
     assert report.departures, str(report)
     departure = report.departures[0]
     assert departure.trial == exhibit.trial
-    run = (exhibit.name, departure.ranks, report.settings["seed"])
     assert departure.phase in (exhibit.phase, OTHER_PHASE.get(exhibit.name))
-    if run in PLACE_ONLY:
-        return
-    assert not exhibit.cause or any(exhibit.cause in cause for cause in departure.causes), departure.causes
+    assert not exhibit.says or any(exhibit.says in hint for hint in departure.hints), str(report)
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_the_doctor_names_what_is_wrong_with_an_exhibit(name: str) -> None:
+def test_the_doctor_finds_an_exhibit_and_reads_off_what_is_there(name: str) -> None:
     exhibit = EXHIBITS[name]
     held(exhibit, exhibit.diagnose(ranks=(2,), only=(exhibit.trial,)))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "run"), list(zip(EXHIBITS, cycle(RUNS))))
-def test_every_exhibit_is_named_on_some_number_of_ranks(name: str, run: tuple[int, int]) -> None:
+def test_every_exhibit_is_found_on_some_number_of_ranks(name: str, run: tuple[int, int]) -> None:
     exhibit, (ranks, seed) = EXHIBITS[name], run
     held(exhibit, exhibit.diagnose(ranks=(ranks,), seed=seed, only=(exhibit.trial,)))
 
@@ -80,7 +71,7 @@ def assert_silent(report: Report) -> None:
     assert report.healthy, str(report)
     tried = {trial for trial, _ in report.tried}
     assert {"plain", "accumulation", "clipping"} <= tried, str(report)
-    assert len(tried) >= 8, str(report)
+    assert len(tried) >= 6, str(report)
 
 
 @pytest.mark.parametrize("name", FEW_RIGHT)
@@ -90,21 +81,19 @@ def test_the_doctor_is_silent_about_a_right_program(name: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "run"), list(zip(RIGHT, cycle(RUNS))))
-def test_no_right_program_alarms_the_doctor(name: str, run: tuple[int, int]) -> None:
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", RIGHT)
+def test_no_right_program_alarms_the_doctor(name: str, seed: int) -> None:
     factory, plain = RIGHT[name]
-    ranks, seed = run
-    assert_silent(diagnose(factory, name=name, ranks=(ranks,), seed=seed, **plain))
+    assert_silent(diagnose(factory, name=name, seed=seed, timeout=120, **{"ranks": (2, 3, 4)} | plain))
 
 
 def strange(name: str, ranks: int) -> None:
-    trial, step, phases, parameter, cause = STRANGERS[name]
+    trial, step, phase, parameter = STRANGERS[name]
     report = diagnose(getattr(museum_strangers, name), ranks=(ranks,), only=("plain", trial), **ADAMW)
     departure = report.departures[0]
-    assert (departure.trial, departure.step) == (trial, step)
+    assert (departure.trial, departure.step, departure.phase) == (trial, step, phase), str(report)
     assert departure.parameter in parameter.split()
-    assert departure.phase in phases
-    assert all(cause and cause in found for found in departure.causes), departure.causes
 
 
 def test_a_mistake_in_no_list_is_found_at_its_place() -> None:

@@ -1,6 +1,8 @@
-"""Training programs with a mistake in each, for the doctor's tests: factories, and what has to be said."""
+"""Training programs with a mistake in each, for the doctor's tests, and where each has to depart.
 
-import copy
+Those in `PLANTED` say so by `trial` and `phase`; `words`, if there are any, have to be in the report.
+"""
+
 from datetime import timedelta
 
 import torch
@@ -8,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from zero_ref import ZeroRedundancyOptimizer, doctor
+from zero_ref import doctor
 from zero_ref.doctor.trials import MAX_NORM
 
-LR, DECAY, EPS = 0.05, 0.125, 2.0**-20
+LR, DECAY = 0.05, 0.125
 OPTIONS = {"lr": LR, "weight_decay": DECAY}
 
 
@@ -34,6 +36,7 @@ class Hooked(doctor.Program):
     """Right but for what a subclass changes: gradients are averaged in `end_of_backward`."""
 
     options = OPTIONS
+    words = ""
 
     def __init__(self, model):
         super().__init__(torch.optim.AdamW(model.parameters(), **self.options), model, averaged_by="doctor")
@@ -47,52 +50,16 @@ class Hooked(doctor.Program):
         return "no buffers are sent" if trial == "buffers" else None
 
 
-class Summed(Hooked):
-    says = "summed over the ranks, and not averaged"
-
-    def end_of_backward(self):
-        super().end_of_backward()
-        for param in self.everything():
-            param.grad *= dist.get_world_size()
-
-
-class AveragedTwice(Hooked):
-    says = "averaged twice"
-
-    def end_of_backward(self):
-        super().end_of_backward()
-        for param in self.everything():
-            param.grad /= dist.get_world_size()
-
-
-class Local(Hooked):
-    says = "those of its own data alone"
-
-    def end_of_backward(self):
-        pass
-
-
 class RankZeros(Hooked):
-    says = "the gradients of rank 0 alone"
+    trial, phase, words = "plain", "backward", "the gradient of rank 0 alone"
 
     def end_of_backward(self):
         for param in self.everything():
             dist.broadcast(param.grad, 0)
 
 
-class LastMicroBatch(Hooked):
-    says = "only the last micro-batch"
-    trials = ("accumulation",)
-
-    def backward(self, loss):
-        for param in self.everything():
-            param.grad = None
-        super().backward(loss)
-
-
 class FirstStaysLocal(Hooked):
-    says = "only the last micro-batch is reduced"
-    trials = ("accumulation",)
+    trial, phase, words = "accumulation", "backward", "ranks have different gradients"
     kept = None
 
     def backward(self, loss):
@@ -111,27 +78,15 @@ class FirstStaysLocal(Hooked):
         self.kept = {}
 
 
-class LocalNorm(Hooked):
-    says = "local norm"
-    trials = ("clipping",)
-
-    def clip(self, max_norm):
-        params = self.everything()
-        for rank in range(dist.get_world_size()):
-            torch.nn.utils.clip_grad_norm_(params[rank :: dist.get_world_size()], max_norm)
-
-
 class NoClip(Hooked):
-    says = "not clipped"
-    trials = ("clipping",)
+    trial, phase, words = "clipping", "clip", "not scaled"
 
     def clip(self, max_norm):
         pass
 
 
 class ClipBeforeAverage(Hooked):
-    says = "each rank clips its own gradients, before they are averaged"
-    trials = ("clipping",)
+    trial, phase = "clipping", "backward"
 
     def end_of_backward(self):
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
@@ -142,7 +97,7 @@ class ClipBeforeAverage(Hooked):
 
 
 class BroadcastLost(Hooked):
-    says = "stale values on rank 1"
+    trial, phase, words = "plain", "step", "they did not move"
 
     def step(self):
         weight = self.model.get_submodule("second").weight
@@ -154,7 +109,7 @@ class BroadcastLost(Hooked):
 
 
 class TailNeverUpdated(Hooked):
-    says = "no rank has updated elements 42 to 44 of second.weight"
+    trial, phase, words = "plain", "step", "they did not move"
 
     def step(self):
         weight = self.model.get_submodule("second").weight
@@ -164,64 +119,13 @@ class TailNeverUpdated(Hooked):
             weight.view(-1)[-3:] = before.view(-1)[-3:]
 
 
-class GroupStale(Hooked):
-    says = "the group that was added is stale"
-    trials = ("group added",)
-
-    def step(self):
-        before = [param.detach().clone() for param in self.added.parameters()]
-        super().step()
-        with torch.no_grad():
-            for param, value in zip(self.added.parameters(), before):
-                param.copy_(value)
-
-
-class GroupOptionsLost(Hooked):
-    says = "of the group that was added"
-    trials = ("group added",)
-
-    def add_group(self, layer, **options):
-        super().add_group(layer)
-
-
-class DecayLost(Hooked):
-    says = "weight_decay is not passed on"
-    options = {"lr": LR}  # noqa: RUF012
-
-
 class RateLost(Hooked):
-    says = "lr is not passed on"
+    trial, phase, words = "plain", "step", "has lr=0.001"
     options = {"weight_decay": DECAY}  # noqa: RUF012
 
 
-class SilentlySGD(Hooked):
-    says = "SGD steps in place of AdamW"
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.optimizer = torch.optim.SGD(model.parameters(), **OPTIONS)
-
-
-class SilentlyAdam(SilentlySGD):
-    says = "Adam steps in place of AdamW"
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.optimizer = torch.optim.Adam(model.parameters(), **OPTIONS)
-
-
-class MomentsReset(Hooked):
-    says = "its moments, is reset by loading"
-    trials = ("save and load", "another world size")
-
-    def load(self, folder):
-        super().load(folder)
-        self.optimizer.state.clear()
-
-
 class CountReset(Hooked):
-    says = "step count is reset by loading"
-    trials = ("save and load", "another world size")
+    trial, phase = "save and load", "step"
 
     def load(self, folder):
         super().load(folder)
@@ -230,15 +134,14 @@ class CountReset(Hooked):
 
 
 class ValuesNotLoaded(Hooked):
-    says = "parameters are not loaded"
-    trials = ("save and load", "another world size")
+    trial, phase, words = "save and load", "load", "values of the start"
 
     def set_values(self, values, buffers):
         pass
 
 
 class NotZeroed(Hooked):
-    says = "not zeroed"
+    trial, phase = "plain", "backward"
 
     def zero_grad(self, set_to_none=True):
         pass
@@ -256,28 +159,15 @@ class NotZeroed(Hooked):
         self.before = {param: param.grad.clone() for param in self.everything()}
 
 
-class FrozenMoves(Hooked):
-    says = "as if its gradient were 0"
-    trials = ("frozen layer", "unused parameters")
-
-    def end_of_backward(self):
-        super().end_of_backward()
-        for param in self.model.parameters():
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-
-
 class FrozenTrains(Hooked):
-    says = "the frozen layer is trained on"
-    trials = ("frozen layer",)
+    trial, phase = "frozen layer", "step"
 
     def freeze(self, layer, frozen):
         pass
 
 
 class DividedByUsers(Hooked):
-    says = "divided by the number of ranks that used the parameter"
-    trials = ("unused on a rank",)
+    trial, phase, words = "unused on a rank", "backward", "times the right gradient"
 
     def end_of_backward(self):
         users = {}
@@ -290,27 +180,8 @@ class DividedByUsers(Hooked):
             param.grad *= dist.get_world_size() / users[param]
 
 
-class TiedOnce(Hooked):
-    says = "the gradient of tied weights counts twice"
-    trials = ("tied weights",)
-
-    def end_of_backward(self):
-        super().end_of_backward()
-        if hasattr(self.model, "head"):
-            self.model.head.weight.grad *= 2
-
-
-class SchedulerLost(Hooked):
-    says = "does not reach the update"
-    trials = ("scheduler",)
-
-    def set_lr_factor(self, factor):
-        self.unused = copy.deepcopy(self.optimizer.param_groups)
-
-
 class SchedulerLate(Hooked):
-    says = "reaches the update a step late"
-    trials = ("scheduler",)
+    trial, phase, words = "scheduler", "step", "has lr="
     factor = 1.0
 
     def set_lr_factor(self, factor):
@@ -319,8 +190,7 @@ class SchedulerLate(Hooked):
 
 
 class ExceptionCounts(Hooked):
-    says = "ended with an exception counts"
-    trials = ("exception",)
+    trial, phase = "exception", "backward"
 
     def loss(self, batch, of_added=None):
         before, self.last = getattr(self, "last", None), super().loss(batch, of_added)
@@ -336,7 +206,7 @@ class ExceptionCounts(Hooked):
 
 
 class RoundedWhenSent(Hooked):
-    says = "rounded to bfloat16"
+    trial, phase = "plain", "step"
 
     def step(self):
         super().step()
@@ -346,21 +216,16 @@ class RoundedWhenSent(Hooked):
 
 
 class TwiceStepped(Hooked):
-    says = "made twice in a step"
+    trial, phase = "plain", "step"
 
     def step(self):
         super().step()
         super().step()
 
 
-PLANTED = [kind for kind in Hooked.__subclasses__() if hasattr(kind, "says")] + [SilentlyAdam]
+PLANTED = tuple(kind for kind in Hooked.__subclasses__() if hasattr(kind, "trial"))
 
 
 def ddp_buffers_apart(model):
     ddp = DDP(model, find_unused_parameters=True, broadcast_buffers=False)
     return adamw(ddp), ddp
-
-
-def zero(model):
-    ddp = DDP(model, find_unused_parameters=True)
-    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **OPTIONS), ddp

@@ -9,14 +9,28 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.optim as torchs
+from library.museum_strangers import rounded_on_the_way
 from library.planted import OPTIONS, Hooked
+from library.wrong_programs import (
+    OWN,
+    ClippedBeforeUnscaling,
+    GathersLate,
+    Hybrid,
+    Wrapped as OwnWrapper,
+    by_tokens,
+    token_loss,
+)
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref import OSS, ShardedDataParallel, ZeroRedundancyOptimizer, reduce_to_owners
 from zero_ref.doctor import Program
+from zero_ref.doctor.adapters import FSDP2
+from zero_ref.doctor.program import average
 from zero_ref.plan.choice import RULES
 from zero_ref.stairs import buckets, owners
 from zero_ref_course.gallery import all_exhibits
@@ -171,3 +185,156 @@ RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
         {**ADAMW, "masters": True, "options": {"lr": 2.0**-12, "weight_decay": 6.0}},
     ),
 }
+
+# ------------------------------------------------- conventions that programs have, and models of their own
+
+DECAYING: dict[str, Any] = {"from_plain": torch.optim.AdamW, "options": OPTIONS}
+
+
+class MeanOfMicroBatches(Hooked):
+    """As most training loops do, it divides by the number of micro-batches."""
+
+    micro_batches = 0
+
+    def backward(self, loss):
+        super().backward(loss)
+        self.micro_batches += 1
+
+    def end_of_backward(self):
+        super().end_of_backward()
+        for param in self.everything():
+            param.grad /= self.micro_batches
+        self.micro_batches = 0
+
+
+class Predivided(Hooked):
+    """Divided by the root of the number of ranks before the sum, and again after it."""
+
+    def end_of_backward(self):
+        root = dist.get_world_size() ** 0.5
+        for param in self.everything():
+            param.grad /= root
+        average(self.everything())
+        for param in self.everything():
+            param.grad *= root
+
+
+class ScaledLoss(ClippedBeforeUnscaling):
+    def clip(self, max_norm):
+        self.unscale()
+        Hooked.clip(self, max_norm)
+
+
+def on_a_mesh(model):
+    ranks = dist.get_world_size()
+    shape = (ranks // 2, 2) if ranks % 2 == 0 else (1, ranks)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return fsdp2(model, mesh=mesh)
+
+
+def in_bfloat16(model):
+    return fsdp2(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+def fsdp2(model, **options):
+    for layer in model.children():
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return FSDP2(torch.optim.AdamW(model.parameters(), **OPTIONS), model)
+
+
+def bucket_views(model):
+    ddp = ddp_of(model, gradient_as_bucket_view=True)
+    return torch.optim.AdamW(ddp.parameters(), **OPTIONS), ddp
+
+
+def of_ddp(model, optimizer=torch.optim.AdamW, **options):
+    ddp = DistributedDataParallel(model)
+    return model, optimizer([p for p in ddp.parameters() if p.requires_grad], **options or OPTIONS), ddp
+
+
+def ddp_tutorial():
+    """As the tutorial of torch's DDP has it."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
+    return of_ddp(model, torch.optim.SGD, lr=0.001)
+
+
+def zero_tutorial():
+    """As the tutorial of torch's ZeroRedundancyOptimizer has it, but smaller."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Linear(10, 10) for _ in range(6)], nn.Linear(10, 5))
+    ddp = DistributedDataParallel(model)
+    return model, torchs.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.01), ddp
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.inner, self.head = nn.Embedding(12, 6), nn.Linear(6, 6), nn.Linear(6, 12)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.inner(self.embedding(tokens)).tanh())
+
+
+def tied():
+    torch.manual_seed(3)
+    return of_ddp(Tied())
+
+
+def even_tokens(rank, number):
+    return torch.randint(11, (3, 8), generator=torch.Generator().manual_seed(1000 * rank + number))
+
+
+def with_batch_norm():
+    torch.manual_seed(3)
+    return of_ddp(nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)))
+
+
+def frozen_base():
+    """A layer is frozen for good, and a small one beside it trains."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 5))
+    model[0].requires_grad_(False)
+    return of_ddp(model)
+
+
+def points(rank, number):
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    return torch.randn(8, 10, generator=generator), torch.randn(8, 5, generator=generator)
+
+
+def squared(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def summed(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum")
+
+
+ADAM = {"from_plain": torch.optim.Adam, "options": {"lr": 0.01}}
+POINTS = {"batch": points, "loss": squared}
+RIGHT |= {
+    "token weights": (by_tokens, DECAYING | OWN),
+    "values that arrive in forward": (GathersLate, DECAYING),
+    "pairs of ranks": (Hybrid, DECAYING),
+    "a wrapper of one's own": (OwnWrapper, DECAYING),
+    "mean over micro-batches": (MeanOfMicroBatches, DECAYING),
+    "predivided by the root": (Predivided, DECAYING),
+    "a loss scale": (ScaledLoss, DECAYING),
+    "a mesh of two dimensions": (on_a_mesh, DECAYING | {"ranks": (2, 4)}),
+    "bfloat16 by a policy": (in_bfloat16, DECAYING | {"gradients": torch.bfloat16}),
+    "bfloat16 on the way": (rounded_on_the_way, {**ADAMW, "gradients": torch.bfloat16}),
+    "gradients as bucket views": (bucket_views, DECAYING),
+    "torch's tutorial of DDP": (
+        ddp_tutorial,
+        {"from_plain": torch.optim.SGD, "options": {"lr": 0.001}} | POINTS,
+    ),
+    "torch's tutorial of ZeRO": (zero_tutorial, ADAM | POINTS),
+    "tied weights": (tied, DECAYING | {"batch": even_tokens, "loss": token_loss}),
+    "batch norm": (with_batch_norm, DECAYING | POINTS),
+    "a frozen layer": (frozen_base, DECAYING | POINTS),
+    "a sum as loss": (ddp_tutorial, {"from_plain": torch.optim.SGD, "options": {"lr": 0.001}} | POINTS
+                      | {"loss": summed}),
+}  # fmt: skip

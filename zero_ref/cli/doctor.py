@@ -17,13 +17,16 @@ def register_doctor(subparsers: Subparsers) -> None:
         usage="zero-ref doctor FILE.py:FACTORY (--reference NAME | --from-plain CLASS) [option ...]\n"
         "       zero-ref doctor --class FILE.py:NAME [--ranks N ...] [--timeout SECONDS] [--json]",
         description="Run a factory's optimizer on real ranks, and compare it with the plain loop: one "
-        "process with the data of all ranks. Say the first step, parameter, rank and range that departs, and "
-        "the likely cause. Ends with code 0 if nothing departs, 1 if something departs or the program raises "
-        "or hangs, 2 if nothing could be tried or an argument is wrong. The file is run with your rights.",
+        "process with the data of all ranks. Say the first step, phase, parameter, rank and elements that "
+        "depart, and what can be read off the numbers. Ends with code 0 if nothing departs, 1 if something "
+        "departs or the program raises or hangs, 2 if nothing could be tried or an argument is wrong. The "
+        "file is run with your rights.",
         epilog="Trials: plain, accumulation, clipping, scheduler, group added, frozen layer, save and load, "
         "another world size, unused parameters, unused on a rank, mixed dtypes, tied weights, zero_grad, "
-        "NaN step, exception, buffers. A name of several words needs quotation marks. FILE.py:FACTORY comes "
-        "first. book/doctor.md says what each trial does.",
+        "NaN step, exception, buffers, different starts, average of weights, accumulation and clipping, "
+        "scheduler and load, group and load, group and scheduler, frozen and load, all together. A name of "
+        "several words needs quotation marks. FILE.py:FACTORY comes first. book/doctor.md says what each "
+        "trial does.",
     )
     parser.add_argument(
         "factory", metavar="FILE.py:FACTORY", nargs="?", help="a function that takes a model, and returns "
@@ -35,8 +38,8 @@ def register_doctor(subparsers: Subparsers) -> None:
         "NAME(module, compute_dtype=None)",
     )  # fmt: skip
     parser.add_argument(
-        "--ranks", type=rank_processes, nargs="+", default=[2, 3], metavar="N",
-        help="numbers of ranks; every trial is played on each (default: 2 3)",
+        "--ranks", type=rank_processes, nargs="+", default=[2, 3, 4], metavar="N",
+        help="numbers of ranks; every trial is played on each (default: 2 3 4)",
     )  # fmt: skip
     parser.add_argument(
         "--steps", type=whole(3, 1000), default=5, metavar="N",
@@ -73,6 +76,14 @@ def register_doctor(subparsers: Subparsers) -> None:
         "--masters", action="store_true", help="the plain optimizer steps 32-bit copies of 16-bit parameters"
     )
     parser.add_argument(
+        "--gradients", choices=["bfloat16", "float16"],
+        help="the dtype in which gradients are meant to be computed or sent: rounding to it is right then",
+    )  # fmt: skip
+    parser.add_argument(
+        "--accumulation", choices=["sum", "mean"],
+        help="of the gradients of micro-batches (default: either, but the same in all trials)",
+    )  # fmt: skip
+    parser.add_argument(
         "--timeout",
         type=whole(1, 86400),
         default=30,
@@ -84,6 +95,7 @@ def register_doctor(subparsers: Subparsers) -> None:
         help="start new processes for each trial, for a library that keeps process groups",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--markdown", type=OutputFile, metavar="FILE", help="write the report as Markdown")
     parser.add_argument("--junit", type=OutputFile, metavar="FILE", help="write the report as JUnit's XML")
     parser.set_defaults(run=run_doctor)
 
@@ -109,6 +121,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         print(report.to_json())
     else:
         print("\n".join(map(printable, str(report).split("\n"))))
+    if arguments.markdown:
+        write_text("--markdown", arguments.markdown, report.to_markdown())
     if arguments.junit:
         write_text("--junit", arguments.junit, report.to_junit())
     if not report.tried:
@@ -152,5 +166,7 @@ def plain_loop(arguments: argparse.Namespace, factory: Any, files: Any) -> dict[
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The other arguments of `diagnose`."""
-    names = ("steps", "seed", "backend", "without", "only", "masters", "timeout", "fresh")
-    return {name: getattr(arguments, name) for name in names} | {"ranks": tuple(arguments.ranks)}
+    names = ("steps", "seed", "backend", "without", "only", "masters", "accumulation", "timeout", "fresh")
+    dtype = arguments.gradients and getattr(need("torch", code=2), arguments.gradients)
+    same = {name: getattr(arguments, name) for name in names}
+    return same | {"ranks": tuple(arguments.ranks), "gradients": dtype}

@@ -1,14 +1,16 @@
 """Anybody's sharded optimizer, held against the plain loop on real ranks: `zero-ref doctor`.
 
-- `diagnose`: the function; `report`: what it gives, in a terminal, as JSON and as JUnit's XML;
+- `diagnose`: the function; `report`: what it gives, in a terminal, as JSON, Markdown and JUnit's XML;
 - `program`: what the doctor asks of a program; an adapter for another library overrides it;
-- `trials`: the things that training does, one a trial; `model`: the model and data, whose sums are exact;
+- `trials`: the things that training does, one a trial, in pairs and all together;
+- `model`: the model and its data;
 - `nccl_on_gloo`: what NCCL's groups can do and Gloo's cannot, given to the program;
 - `on_rank`: a trial with the program, on a rank; `plain`: the same in one process, the plain loop;
-- `trace`, `compare`: what was noted, and where the two depart by more than reordered sums explain;
+- `all_data`: how much each rank's batch counts there;
+- `trace`, `compare`: what was noted, and where the two depart by more than rounding explains;
+- `reading`: in which phase that begins, and what can be read off the numbers;
 - `watch`, with `shadow` and `watched`: a running job, in place of a program that the doctor drives;
-- `interface`: a class, checked by its interface alone;
-- `causes`: plain loops with a mistake in them, one of which may give what was observed.
+- `interface`: a class, checked by its interface alone.
 """
 
 from __future__ import annotations

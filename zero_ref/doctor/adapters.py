@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from zero_ref.doctor.program import Program
+from zero_ref.doctor.program import NotSupportedError, Program
 
 __all__ = ["FSDP2", "FairScale", "DeepSpeed", "Accelerate", "Fabric"]
 
@@ -47,6 +47,10 @@ class FSDP2(Program):
 
     def save(self, folder: Path) -> None:
         """The whole state, from all ranks. Collective: all ranks."""
+        if self.added:
+            raise NotSupportedError(
+                "torch gives the state of parameters that the model has, and of no others"
+            )
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_optimizer_state_dict(self.model, self.optimizer, options=options)
         values, buffers = self.values(), self.buffers()

@@ -1,4 +1,4 @@
-"""Find the values of a trial that depart from the plain loop by more than reordered sums explain."""
+"""Find the values of a trial that depart from the plain loop by more than rounding explains."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import torch
 from zero_ref.doctor.plain import Part
 from zero_ref.doctor.trace import Phase, Snapshot
 
-SAFETY = 4.0
-"""The largest deviation of several runs with noise, times this, is what noise explains: of normal deviations
-the largest of six lies near 1.3 sigma, so this is five sigma."""
-LAST_PLACES = 2.0
-"""A sum that is exact here may be rounded there, once before and once after the division."""
+SAFETY = 8.0
+"""An element's largest deviation of several runs with noise, times this, is what rounding explains there. The
+noise is at least half of its bound, so the largest of six runs is no less than a third of what a right
+program has, but for the luck of opposite signs."""
+LAST_PLACES = 8.0
+"""The units in the last place of an element, at its largest so far, that rounding explains in any case."""
+SHORT_SAFETY, SHORT_PLACES = 4.0, 1.5
+"""The same for tensors of 16 bits, whose last bit most steps leave as it is."""
 
-Bounds = list[dict[tuple[int, str], dict[str, float]]]
-"""By part, by (step, phase), by name: the absolute difference that noise explains."""
+Bounds = list[dict[tuple[int, str], dict[str, torch.Tensor]]]
+"""By part, by (step, phase), by name: for each element the absolute difference that rounding explains."""
 
 
 @dataclass(frozen=True)
@@ -25,24 +28,37 @@ class Place:
     """Elements of one parameter on one rank that depart.
 
     Attributes:
+        kind: "value", "gradient", "loss" or "average": what departs.
         start, stop: the first element that departs and one past the last, in the flattened parameter.
         departing: how many elements between them do.
-        ulps: the largest difference, in units in the last place of what was expected.
-        allowed_ulps: the difference that reordered sums explain there.
-        observed, expected: the values where the difference is largest. `observed` is None if the program has
-            no tensor of this name, or one of another shape.
+        observed, expected: the values where the difference is the most times what rounding explains.
+            `observed` is None if the program has no tensor of this name, or one of another shape.
+        allowed: the difference that rounding explains there.
+        ratio: of the observed elements that depart to the expected ones, if all have the same; else None.
     """
 
     parameter: str
     rank: int
+    kind: str
     start: int
     stop: int
     numel: int
     departing: int
-    ulps: float
-    allowed_ulps: float
     observed: float | None
     expected: float
+    allowed: float
+    ratio: float | None = None
+
+    @property
+    def elements(self) -> str:
+        """Which elements depart, in words."""
+        if self.departing == self.numel:
+            return f"all {self.numel} elements" if self.numel > 1 else "its one element"
+        which = (
+            "elements" if self.departing == self.stop - self.start else f"{self.departing} of the elements"
+        )
+        share = "the head" if self.start == 0 else "the tail" if self.stop == self.numel else "a part"
+        return f"{which} {self.start} to {self.stop - 1} of {self.numel}, {share}"
 
 
 @dataclass(frozen=True)
@@ -51,55 +67,61 @@ class Where:
 
     Attributes:
         part: 0, or 1 after a load on another number of ranks.
-        places: those of values, or losses, by name and rank.
+        place: of the snapshot, in each trace of the part.
+        places: by name and rank.
     """
 
     part: int
+    place: int
     step: int
     phase: Phase
     places: tuple[Place, ...]
 
 
 def bounds_of(expected: Sequence[Part], noisy: Sequence[Sequence[Part]]) -> Bounds:
-    """Return the bound of what noise explains: for each snapshot and name, one for all elements and ranks."""
+    """For each snapshot and name the bound of what rounding explains in each element, on all ranks."""
     bounds: Bounds = []
+    largest: dict[str, torch.Tensor] = {}
     for number, part in enumerate(expected):
-        of_part: dict[tuple[int, str], dict[str, float]] = {}
+        of_part: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
         for rank, trace in enumerate(part.traces):
             for place, snapshot in enumerate(trace):
-                others = [loop[number].traces[rank][place] for loop in noisy]
+                if rank and snapshot.phase != "forward":
+                    continue  # the plain loop has one model
                 of_snapshot = of_part.setdefault((snapshot.step, snapshot.phase), {})
                 for name, tensor in snapshot.tensors.items():
                     if tensor is not None:
-                        bound = _bound(tensor, [other.tensors[name] for other in others])
-                        of_snapshot[name] = max(of_snapshot.get(name, 0.0), bound)
+                        others = [loop[number].traces[rank][place].tensors[name] for loop in noisy]
+                        kind = f"{'gradient' if snapshot.of_gradients else 'value'} {name}"
+                        bound = _bound(tensor, others, largest, kind)
+                        before = of_snapshot.get(name, bound)
+                        of_snapshot[name] = torch.maximum(bound, before)
         bounds.append(of_part)
     return bounds
 
 
-def _bound(tensor: torch.Tensor, others: Sequence[torch.Tensor | None]) -> float:
-    floor = last_places(tensor)
-    deviations = [
-        (other.double() - tensor.double()).abs().nan_to_num(0.0).max().item()
-        for other in others
-        if other is not None and tensor.numel()
-    ]
-    return max([floor, *(SAFETY * deviation for deviation in deviations)])
-
-
-def last_places(tensor: torch.Tensor) -> float:
-    """The units in the last place of a tensor's largest element that one operation may change.
-
-    0 for integers.
-    """
+def _bound(
+    tensor: torch.Tensor, others: Sequence[torch.Tensor | None], largest: dict[str, torch.Tensor], kind: str
+) -> torch.Tensor:
     if not tensor.is_floating_point():
-        return 0.0
-    largest = tensor.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if tensor.numel() else 0.0
-    return LAST_PLACES * torch.finfo(tensor.dtype).eps * float(largest)
+        return torch.zeros(tensor.shape, dtype=torch.float64)
+    size = tensor.double().abs().nan_to_num(0.0, 0.0, 0.0)
+    if not kind.startswith("gradient") and kind in largest and largest[kind].shape == size.shape:
+        size = torch.maximum(size, largest[kind])
+    largest[kind] = size
+    short = tensor.dtype.itemsize < 4
+    bound = (SHORT_PLACES if short else LAST_PLACES) * torch.finfo(tensor.dtype).eps * size
+    for other in others:
+        if other is not None:
+            deviation = (other.double() - tensor.double()).abs().nan_to_num(0.0)
+            bound = torch.maximum(bound, (SHORT_SAFETY if short else SAFETY) * deviation)
+            if short and deviation.numel():  # it is some few last bits, of which one element may see none
+                bound = torch.maximum(bound, 1.5 * deviation.max().expand_as(bound))
+    return bound
 
 
 def differing(
-    observed: torch.Tensor | None, expected: torch.Tensor | None, bound: float
+    observed: torch.Tensor | None, expected: torch.Tensor | None, bound: torch.Tensor | float
 ) -> torch.Tensor | None:
     """Which elements depart, flattened; None if one of the two is not there or has another shape."""
     if observed is None or expected is None or observed.shape != expected.shape:
@@ -110,96 +132,66 @@ def differing(
 
 
 def first_departure(observed: Sequence[Part], expected: Sequence[Part], bounds: Bounds) -> Where | None:
-    """The first step whose values or losses depart, with the phase in which it begins; None if none do."""
+    """The first snapshot of values, averages or losses that departs; None if none does."""
     for number, (ours, plain) in enumerate(zip(observed, expected)):
-        for place in range(len(plain.traces[0])):
-            snapshot = plain.traces[0][place]
-            if snapshot.of_gradients:
-                continue
-            places = tuple(_places(ours, plain, place, bounds[number]))
-            if places:
-                phase = snapshot.phase
-                if phase == "step":
-                    phase = _phase(ours, plain, place, bounds[number], places)
-                return Where(number, snapshot.step, phase, places)
+        for place, snapshot in enumerate(plain.traces[0]):
+            if not snapshot.of_gradients:
+                places = tuple(places_in(ours, plain, place, bounds[number]))
+                if places:
+                    return Where(number, place, snapshot.step, snapshot.phase, places)
     return None
 
 
-def _places(
-    ours: Part, plain: Part, place: int, bounds: dict[tuple[int, str], dict[str, float]]
+def places_in(
+    ours: Part, plain: Part, place: int, bounds: dict[tuple[int, str], dict[str, torch.Tensor]]
 ) -> Iterator[Place]:
+    """The places of a snapshot that depart, in the model's order."""
     for name in plain.traces[0][place].tensors:
         for rank, (our_trace, plain_trace) in enumerate(zip(ours.traces, plain.traces)):
             snapshot, found = plain_trace[place], our_trace[place]
-            bound = bounds[snapshot.step, snapshot.phase].get(name, 0.0)
+            bound = bounds[snapshot.step, snapshot.phase].get(name, torch.zeros(()))
             values, right = found.tensors.get(name), snapshot.tensors[name]
             differs = differing(values, right, bound)
+            kind = _kind(snapshot)
             if differs is not None and differs.any() and values is not None and right is not None:
-                yield _place(name, rank, values, right, differs, bound)
-            elif differs is None and right is not None:
-                numel = right.numel()
-                yield Place(name, rank, 0, numel, numel, numel, float("inf"), 0, None, 0)
+                yield _place(name, rank, kind, values, right, differs, bound)
+            elif differs is None and right is not None and not snapshot.of_gradients:
+                yield Place(name, rank, kind, 0, right.numel(), right.numel(), right.numel(), None, 0.0, 0.0)
+
+
+def _kind(snapshot: Snapshot) -> str:
+    if snapshot.of_gradients:
+        return "gradient"
+    return {"forward": "loss", "average": "average"}.get(snapshot.phase, "value")
 
 
 def _place(
-    name: str, rank: int, values: torch.Tensor, right: torch.Tensor, differs: torch.Tensor, bound: float
+    name: str,
+    rank: int,
+    kind: str,
+    values: torch.Tensor,
+    right: torch.Tensor,
+    differs: torch.Tensor,
+    bound: torch.Tensor,
 ) -> Place:
     where = differs.nonzero().flatten()
-    difference = (values.double() - right.double()).abs().flatten().nan_to_num(float("inf"))
-    at = int(difference.argmax())
-    expected, observed = right.flatten()[at].item(), values.flatten()[at].item()
-    ulp = ulp_of(right.flatten()[at])
+    ours, plain = values.double().flatten(), right.double().flatten()
+    allowed = bound.expand(right.shape).flatten()
+    times = ((ours - plain).abs() / allowed.clamp(min=1e-300)).nan_to_num(float("inf"), float("inf"))
+    at = int(where[times[where].argmax()])
     return Place(
-        name, rank, int(where[0]), int(where[-1]) + 1, right.numel(), len(where),
-        difference[at].item() / ulp, bound / ulp, observed, expected,
+        name, rank, kind, int(where[0]), int(where[-1]) + 1, right.numel(), len(where),
+        values.flatten()[at].item(), right.flatten()[at].item(), float(allowed[at]),
+        common_ratio(ours[where], plain[where]),
     )  # fmt: skip
 
 
-def ulp_of(value: torch.Tensor) -> float:
-    """A unit in the last place of a number; 1 for an integer.
-
-    >>> ulp_of(torch.tensor(1.0)) == 2.0**-23
-    True
-    """
-    if not value.is_floating_point():
-        return 1.0
-    known = torch.finfo(value.dtype)
-    size = abs(value.item())
-    if not size < float("inf"):
-        size = 1.0
-    exponent = torch.frexp(torch.tensor(max(size, known.tiny), dtype=torch.float64)).exponent.item() - 1
-    return float(known.eps * 2.0**exponent)
-
-
-def _phase(
-    ours: Part,
-    plain: Part,
-    place: int,
-    bounds: dict[tuple[int, str], dict[str, float]],
-    places: Sequence[Place],
-) -> Phase:
-    """The first phase of the step in which no rank has the right gradient where the values depart."""
-    name = places[0].parameter
-    for earlier in range(place):
-        snapshot = plain.traces[0][earlier]
-        if snapshot.of_gradients and gradient_is_wrong(ours, plain, earlier, bounds, name):
-            if snapshot.step == plain.traces[0][place].step:
-                return snapshot.phase
-            break  # an earlier step had the same, and its values were right: gradients are averaged later
-    return "step"
-
-
-def gradient_is_wrong(
-    ours: Part, plain: Part, place: int, bounds: dict[tuple[int, str], dict[str, float]], name: str
-) -> bool:
-    """Whether ranks have a gradient, and for some element none of them has the right one."""
-    snapshots: list[tuple[Snapshot, Snapshot]] = [
-        (our_trace[place], plain_trace[place]) for our_trace, plain_trace in zip(ours.traces, plain.traces)
-    ]
-    all_wrong: torch.Tensor | None = None
-    for found, snapshot in snapshots:
-        bound = bounds[snapshot.step, snapshot.phase].get(name, 0.0)
-        differs = differing(found.tensors.get(name), snapshot.tensors.get(name), bound)
-        if differs is not None:
-            all_wrong = differs if all_wrong is None else all_wrong & differs
-    return all_wrong is not None and bool(all_wrong.any())
+def common_ratio(ours: torch.Tensor, plain: torch.Tensor, tolerance: float = 1e-4) -> float | None:
+    """The ratio of the elements of two tensors if it is the same in all of them, and not 1."""
+    known = plain != 0
+    if not known.any() or (ours[~known] != 0).any():
+        return None
+    ratios = ours[known] / plain[known]
+    median = ratios.median().item()
+    close = (ratios - median).abs() <= tolerance * max(abs(median), 1e-2)
+    return median if bool(close.all()) and abs(median - 1) > tolerance else None

@@ -10,17 +10,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from zero_ref.doctor.causes import Causes
-from zero_ref.doctor.compare import Where, bounds_of, first_departure
-from zero_ref.doctor.mistake import Patient
-from zero_ref.doctor.model import Model, Shape, quiet_scale
+from zero_ref.doctor.compare import bounds_of, first_departure
+from zero_ref.doctor.model import Model, Shape
 from zero_ref.doctor.on_rank import (
     BY_RAISE,
     Case,
@@ -33,8 +32,9 @@ from zero_ref.doctor.on_rank import (
 )
 from zero_ref.doctor.plain import Make, Noise, Part, PlainLoop
 from zero_ref.doctor.program import Loss
+from zero_ref.doctor.reading import Patient, read
 from zero_ref.doctor.report import Departure, NotTried, Raised, Report
-from zero_ref.doctor.trials import MAX_NORM, NAMES, OWN_MAX_NORM, Trial, make_trials
+from zero_ref.doctor.trials import MAX_NORM, NAMES, OWN_MAX_NORM, TOGETHER, Trial, make_trials, together
 from zero_ref.lab import ranks as lab_ranks
 from zero_ref.lab.patience import patience
 
@@ -52,7 +52,7 @@ def diagnose(
     from_plain: Callable[..., Any] | None = None,
     options: dict[str, Any] | None = None,
     reference: Callable[..., Any] | None = None,
-    ranks: Sequence[int] = (2, 3),
+    ranks: Sequence[int] = (2, 3, 4),
     steps: int = 5,
     seed: int = 0,
     without: Sequence[str] = (),
@@ -60,12 +60,14 @@ def diagnose(
     batch: Callable[[int, int], Any] | None = None,
     loss: Loss | None = None,
     masters: bool = False,
+    gradients: torch.dtype | None = None,
+    accumulation: Literal["sum", "mean"] | None = None,
     backend: str | None = "gloo",
     timeout: float = 30.0,
     fresh: bool = False,
     name: str | None = None,
 ) -> Report:
-    """Compare a sharded optimizer, or a wrapper, with the plain loop: where it first departs, and why.
+    """Compare a sharded optimizer, or a wrapper, with the plain loop: where it first departs, and by what.
 
     The program runs on real ranks with different data on each. The plain loop runs in this process with the
     data of all ranks, and shards nothing. Each thing that training does is a trial of its own;
@@ -92,9 +94,14 @@ def diagnose(
         without: names of trials to leave out.
         only: names of the trials to play; None: all.
         batch: called with (rank, number), returns a batch for the program's own model: always the same one
-            for the same arguments, and another one on another rank. Numbers count from 0, four for each step.
+            for the same arguments, and another one on another rank. Numbers count from 0, six for each step.
+            Ranks may have batches of different sizes: right is then what one process with all data does.
         loss: called with (wrapper or model, batch), returns the loss.
         masters: whether the plain optimizer steps 32-bit copies of 16-bit parameters.
+        gradients: the dtype in which gradients are meant to be computed or sent, such as torch.bfloat16:
+            rounding to it is no departure then, and losses are not compared.
+        accumulation: whether the gradients of micro-batches are meant to be added up ("sum") or averaged
+            ("mean"). None: either is right, but the same one in all trials.
         backend: of the process groups, "gloo" or "nccl"; None: as `zero_ref.lab.ranks.run` chooses.
         timeout: seconds for a trial, times `zero_ref.lab.patience.patience()`.
         fresh: whether each trial starts new processes, for a library that keeps its process groups. It calls
@@ -104,7 +111,7 @@ def diagnose(
         A Report; its `check()` raises if the program is not healthy.
     Raises:
         ValueError: an argument is wrong, or the plain optimizer cannot be made of it.
-    Cost: seconds to start the ranks, then tenths of a second for a trial, and seconds to explain a departure.
+    Cost: seconds to start the ranks, then tenths of a second for a trial.
     """
     ranks = tuple(dict.fromkeys(ranks))
     make = plain_maker(from_plain, options, reference)
@@ -112,11 +119,13 @@ def diagnose(
     _check(ranks, without, only, own, batch, loss)
     with one_thread(), torch.random.fork_rng(devices=[]):
         shape, optimizer = (Shape(), None) if own else shape_for(make, seed)
-        trials = make_trials(steps, shape, OWN_MAX_NORM if own else MAX_NORM)
+        max_norm = OWN_MAX_NORM if own else MAX_NORM
+        trials = make_trials(steps, shape, max_norm)
         case = Case(trials[0], factory, seed, own, batch, loss, added_options=added_options(optimizer))
-        doctor = _Doctor(case, make, ranks, masters, backend, timeout, fresh)
+        doctor = _Doctor(case, make, ranks, masters, gradients, accumulation, backend, timeout, fresh)
+        chosen = [name for name in NAMES if name not in without and (only is None or name in only)]
         for trial in trials:
-            if trial.name in without or (only is not None and trial.name not in only):
+            if trial.name not in chosen:
                 doctor.not_tried.append(NotTried(trial.name, "left out", ranks))
             elif own and not trial.own:
                 reason = "the program has a model of its own, and this needs the doctor's"
@@ -124,6 +133,16 @@ def diagnose(
             else:
                 for number in ranks:
                     doctor.examine(trial, number)
+        for number in ranks:
+            possible = [one for one in trials if (one.own or not own) and one.name not in without]
+            alone = [one.name for one in possible if not one.needs and doctor.allows(one.name, number)]
+            # Such as a group that can be added and not saved.
+            clash = {one.needs[0] for one in possible if one.needs and not doctor.allows(one.name, number)}
+            names = [name for name in alone if name not in clash]
+            if TOGETHER in chosen:
+                doctor.examine(together(names, shape, max_norm, own), number)
+            else:
+                doctor.not_tried.append(NotTried(TOGETHER, "left out", (number,)))
     if shape.matrices_only:
         reason = "the plain optimizer refuses parameters that are not matrices"
         doctor.not_tried.append(NotTried("biases", reason, ranks))
@@ -134,7 +153,14 @@ def diagnose(
         tuple(doctor.departures),
         tuple(doctor.raised),
         tuple(doctor.not_tried),
-        {"steps": steps, "seed": seed, "masters": masters, "backend": backend},
+        {
+            "steps": steps,
+            "seed": seed,
+            "masters": masters,
+            "gradients": None if gradients is None else str(gradients).removeprefix("torch."),
+            "accumulation": accumulation or doctor.accumulation,
+            "backend": backend,
+        },
         tuple(sorted(doctor.given)),
     )
 
@@ -184,7 +210,7 @@ def shape_for(make: Make, seed: int) -> tuple[Shape, Any]:
                 f"{type(optimizer).__name__}.step needs a closure, and the trials call it without one."
             )
         eps = getattr(optimizer, "defaults", {}).get("eps")
-        return replace(shape, quiet=quiet_scale(eps if isinstance(eps, float) else None)), optimizer
+        return replace(shape, eps=eps if isinstance(eps, float) else 0.0), optimizer
     raise ValueError(f"the plain optimizer cannot be made: {type(problem).__name__}: {problem}") from problem
 
 
@@ -277,36 +303,60 @@ class _Doctor:
         make: Make,
         ranks: tuple[int, ...],
         masters: bool,
+        gradients: torch.dtype | None,
+        accumulation: str | None,
         backend: str | None,
         timeout: float,
         fresh: bool,
     ) -> None:
         self.case, self.make, self.ranks, self.masters = case, make, ranks, masters
+        self.gradients, self.accumulation = gradients, accumulation
         self.backend, self.timeout, self.fresh, self.hangs = backend, timeout, fresh, 0
         self.tried: list[tuple[str, int]] = []
         self.departures: list[Departure] = []
         self.raised: list[Raised] = []
         self.not_tried: list[NotTried] = []
         self.given: set[str] = set()
-        self.causes = Causes()
 
     def other(self, number: int) -> int:
-        """The number of ranks on which "another world size" loads: the next in `ranks`, or one more."""
-        place = self.ranks.index(number)
-        after = self.ranks[(place + 1) % len(self.ranks)]
-        return after if after != number else number + 1
+        """The number of ranks on which "another world size" loads: the next in `ranks`, or another one.
+
+        For an even number this is an even one too, since a mesh of two dimensions may need it.
+        """
+        after = self.ranks[(self.ranks.index(number) + 1) % len(self.ranks)]
+        if after != number:
+            return after
+        if number % 2:
+            return max(2, number - 1)
+        return number // 2 if number > 2 else 4
+
+    def allows(self, name: str, number: int) -> bool:
+        """Whether nothing is known that keeps a trial of one thing from being a part of another trial."""
+        found: list[Departure | Raised] = [*self.departures, *self.raised]
+        refused = any(one.trial == name and one.refused and number in one.ranks for one in self.not_tried)
+        return not refused and not any(one.trial == name and one.ranks == number for one in found)
+
+    def why_not(self, trial: Trial, number: int) -> str | None:
+        """The reason why a trial is not tried after what was found before; None if it is."""
+        if trial.name != "plain" and any(one.trial == "plain" and one.ranks == number for one in self.raised):
+            return "the trial 'plain' raised"
+        if self.hangs >= MOST_HANGS:
+            return f"{self.hangs} trials hung before it"
+        for one in self.raised:
+            if one.trial == trial.name != "plain":
+                return f"it raised on {one.ranks} ranks"
+        lacking = [name for name in trial.needs if not self.allows(name, number)]
+        if lacking:
+            return f"the trial {lacking[0]!r} was refused, or departs"
+        return None
 
     def examine(self, trial: Trial, number: int) -> None:
         """Play one trial on `number` ranks, and keep what it shows."""
-        if trial.name != "plain" and any(one.trial == "plain" and one.ranks == number for one in self.raised):
-            self.not_tried.append(NotTried(trial.name, "the trial 'plain' raised", (number,)))
-            return
-        if self.hangs >= MOST_HANGS:
-            self.not_tried.append(NotTried(trial.name, f"{self.hangs} trials hung before it", (number,)))
+        if reason := self.why_not(trial, number):
+            self.not_tried.append(NotTried(trial.name, reason, (number,)))
             return
         second = self.other(number) if trial.elsewhere else number
-        divisor = number * second if trial.elsewhere else number
-        case = replace(self.case, trial=trial, data_ranks=divisor)
+        case = replace(self.case, trial=trial)
         self.printed = io.StringIO()
         began = time.monotonic()
         try:
@@ -320,27 +370,25 @@ class _Doctor:
             self.hangs += time.monotonic() - began >= lab_ranks.COLLECTIVE_SHARE * self.timeout * patience()
             self.tried.append((trial.name, number))
             printed = self.printed.getvalue().splitlines()[-PRINTED_LINES:]
-            text = "\n".join([str(error), *(["", "printed last:", *printed] if printed else [])])
-            self.raised.append(Raised(trial.name, number, error.rank, error.summary, text))
+            rank, summary, text = told(error)
+            text = "\n".join([text, *(["", "printed last:", *printed] if printed else [])])
+            self.raised.append(Raised(trial.name, number, rank, summary, text))
             return
         if isinstance(played, Refused):
             self.not_tried.append(NotTried(trial.name, played.reason, (number,), refused=True))
             return
-        parts, model, options = played
-        why_not = self.compare(case, model, (number, second), parts, options)
+        why_not = self.compare(case, played[1], (number, second), played[0])
         if why_not is None:
             self.tried.append((trial.name, number))
         else:
             self.not_tried.append(NotTried(trial.name, why_not, (number,)))
 
-    def play(
-        self, case: Case, number: int, second: int
-    ) -> Refused | tuple[list[Part], nn.Module, dict[str, Any]]:
+    def play(self, case: Case, number: int, second: int) -> Refused | tuple[list[Part], nn.Module]:
         """Run the program on real ranks.
 
         Returns:
-            What the ranks noted, before and after a save, the model as it was at first, and the options of
-            the program's optimizer. Refused: the program cannot do the trial.
+            What the ranks noted, before and after a save, and the model as it was at first. Refused: the
+            program cannot do the trial.
         Raises:
             RankError: a rank raised, ended or hung, or not all of them refuse the trial.
         """
@@ -352,7 +400,6 @@ class _Doctor:
                 calls = [(replace(case, last=reloads), number), (replace(case, first=reloads), second)]
             parts: list[Part] = []
             module: Any = None
-            options: dict[str, Any] = {}
             for call, size in calls:
                 if self.fresh:
                     lab_ranks.shutdown()
@@ -369,52 +416,90 @@ class _Doctor:
                     if len(reasons) == size:
                         return Refused(reasons[0])
                     raise refused_alone(reasons)
-                traces = []
-                for outcome in outcomes:
-                    assert isinstance(outcome, Played)
-                    traces.append(outcome.trace)
-                    self.given |= outcome.given
-                    module = module or outcome.module
-                    options = options or outcome.options
-                parts.append(Part(traces))
-        return parts, module if case.own else Model(case.trial.shape, case.seed), options
+                played = [outcome for outcome in outcomes if isinstance(outcome, Played)]
+                module = module or played[0].module
+                self.given |= {call for one in played for call in one.given}
+                parts.append(Part([one.trace for one in played]))
+        return parts, module if case.own else Model(case.trial.shape, case.seed)
 
     def compare(
-        self,
-        case: Case,
-        model: nn.Module,
-        ranks: tuple[int, int],
-        observed: list[Part],
-        options: dict[str, Any],
+        self, case: Case, model: nn.Module, ranks: tuple[int, int], observed: list[Part]
     ) -> str | None:
-        """Compare what the ranks noted with the plain loop, and explain what departs.
+        """Compare what the ranks noted with the plain loop, and read off what departs.
+
+        Gradients of micro-batches may be added up or averaged, until the first trial that accumulates has
+        shown which of the two the program does.
 
         Returns:
             The reason why nothing could be compared; None if it was.
         """
-
-        def loop(noise: Noise | None = None) -> list[Part]:
-            return PlainLoop(case, model, self.make, ranks, masters=self.masters, noise=noise).play()
-
-        try:
-            expected = loop()
-        except Exception as error:
-            return f"the plain loop itself raises {type(error).__name__}: {error}"
-        if clips_nothing(case, expected):
-            return "the gradients are shorter than the limit, so nothing would be clipped"
-        exact = bounds_of(expected, [])
-        if first_departure(observed, expected, exact) is None:
-            return None  # nothing to be explained by noise
-        if first_departure(loop(), expected, exact) is not None:
-            return "the plain loop gives other values each time it is played"
-        bounds = bounds_of(expected, [loop(Noise(run)) for run in range(NOISY_RUNS)])
-        where: Where | None = first_departure(observed, expected, bounds)
-        if where is not None:
-            patient = Patient(
-                case, model, self.make, ranks, self.masters, observed, expected, bounds, where, options
+        accumulates = any(step.micro > 1 for step in case.trial.steps)
+        ways = [self.accumulation] if self.accumulation or not accumulates else ["sum", "mean"]
+        found: list[Departure] = []
+        for way in ways:
+            make: Callable[..., Any] = partial(self.loop, case, model, ranks, way == "mean")
+            try:
+                expected = make().play()
+            except Exception as error:
+                return f"the plain loop itself raises {type(error).__name__}: {error}"
+            if clips_nothing(case, expected):
+                return "the gradients are shorter than the limit, so nothing would be clipped"
+            if first_departure(observed, expected, bounds_of(expected, [])) is None:
+                self.learned(way if accumulates else None)
+                return None  # the last bits need no further runs
+            if first_departure(make().play(), expected, bounds_of(expected, [])) is not None:
+                return "the plain loop gives other values each time it is played"
+            noisy = [make(noise=Noise(run, self.gradients)).play() for run in range(NOISY_RUNS)]
+            bounds = bounds_of(expected, noisy)
+            if self.gradients is not None:
+                for of_snapshot in (one for part in bounds for one in part.values()):
+                    of_snapshot.update(
+                        {
+                            name: bound.fill_(torch.inf)
+                            for name, bound in of_snapshot.items()
+                            if name == "loss"
+                        }
+                    )
+            where = first_departure(observed, expected, bounds)
+            if where is None:
+                self.learned(way if accumulates else None)
+                return None
+            place, hints = read(Patient(case.trial.steps, make, observed, expected, bounds, where))
+            found.append(
+                Departure(case.trial.name, ranks[place.part], place.step, place.phase, place.places, hints)
             )
-            found = self.causes.of(patient)
-            self.departures.append(
-                Departure(case.trial.name, ranks[where.part], where.step, where.phase, where.places, found)
-            )
+        self.departures.append(max(found, key=lambda one: one.step))
         return None
+
+    def learned(self, accumulation: str | None) -> None:
+        """Keep what a healthy trial has shown: how the program treats the gradients of micro-batches."""
+        self.accumulation = accumulation or self.accumulation
+
+    def loop(
+        self,
+        case: Case,
+        model: nn.Module,
+        ranks: tuple[int, int],
+        mean: bool,
+        kind: type[PlainLoop] = PlainLoop,
+        noise: Noise | None = None,
+    ) -> PlainLoop:
+        """A plain loop of this trial."""
+        return kind(case, model, self.make, ranks, masters=self.masters, mean=mean, noise=noise)
+
+
+WAITED = re.compile(r"timed out|timeout|connection closed by peer", re.I)
+"""What a rank says that has waited for another one in vain."""
+
+
+def told(error: lab_ranks.RankError) -> tuple[int, str, str]:
+    """The rank that an error is about, the error in a line, and its text.
+
+    If the rank that reported first had waited in vain, then the one that did not come is at fault.
+    """
+    late = [rank for rank, became in error.others.items() if "still running" in became]
+    if late and WAITED.search(error.summary):
+        where = error.others[late[0]].partition(", at ")[2]
+        summary = f"it hangs{f' at {where}' if where else ''}, and rank {error.rank} waited for it"
+        return late[0], summary, f"rank {late[0]}: {summary}\n\n{error}"
+    return error.rank, error.summary, str(error)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from zero_ref.lab.own import load_own
@@ -49,7 +53,8 @@ class InFile:
             ValueError: the file has no such name, or what it has cannot be called.
             OSError, SyntaxError, BaseException: as `zero_ref.lab.own.load_own`.
         """
-        module = load_own(self.path)
+        with as_script(self.path):
+            module = load_own(self.path)
         found = getattr(module, self.name, None)
         if not callable(found):
             there = ", ".join(name for name, one in vars(module).items() if _is_own(one, module.__name__))
@@ -57,7 +62,24 @@ class InFile:
         return found
 
     def __call__(self, *args: Any) -> Any:
-        return self.loaded()(*args)
+        factory = self.loaded()
+        with as_script(self.path):
+            return factory(*args)
+
+
+@contextlib.contextmanager
+def as_script(path: str) -> Iterator[None]:
+    """A context in which a file finds the modules beside it, and no arguments: those are the doctor's."""
+    folder, arguments = str(Path(path).resolve().parent), sys.argv
+    if folder not in sys.path:
+        sys.path.insert(
+            0, folder
+        )  # for as long as the process lives: a function may import when it is called
+    sys.argv = [path]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 def _is_own(value: Any, module: str) -> bool:

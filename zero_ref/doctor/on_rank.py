@@ -6,6 +6,7 @@ import copy
 import inspect
 import linecache
 import math
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -18,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_ref.doctor.model import ODD, Model, batch_for, drawn, set_values
+from zero_ref.doctor.all_data import shares
+from zero_ref.doctor.model import Factors, Layer, Model, batch_for, factors_for, set_values
 from zero_ref.doctor.nccl_on_gloo import nccl_on_gloo
 from zero_ref.doctor.program import Loss, NotSupportedError, Program, as_program
-from zero_ref.doctor.trace import Snapshot, Trace, noted
+from zero_ref.doctor.trace import Snapshot, Trace, noted, options_of
 from zero_ref.doctor.trials import ADDED, FROZEN, MICRO, Step, Trial
 
 ADDED_OPTIONS = {"lr": 2.0**-3}
@@ -38,7 +40,6 @@ class Case:
         own: the factory takes no model; `batch` and `loss` are its.
         batch: of (rank, number), where the program has a model of its own.
         first, last: the steps to play, from `first` up to and without `last`.
-        data_ranks: the number of ranks that targets are divisible by.
         added_options: of the group that is added.
     """
 
@@ -50,7 +51,6 @@ class Case:
     loss: Loss | None = None
     first: int = 0
     last: int = 1 << 30
-    data_ranks: int = 1
     folder: str = ""
     added_options: dict[str, Any] = field(default_factory=dict)
 
@@ -59,27 +59,40 @@ class Case:
         if self.batch is not None:
             return self.batch(rank, step.number * (MICRO + 1) + min(micro, MICRO))
         without = step.unused + (step.unused_on_first if rank == 0 else ())
-        number = step.number * 16 + micro
-        return batch_for(self.trial.shape, self.seed, rank, number, self.data_ranks, without)
+        trial = self.trial
+        return batch_for(
+            trial.shape, self.seed, trial.name, step.number, len(trial.steps), rank, micro, without
+        )
+
+    def weights(self, model: nn.Module, step: Step, ranks: int) -> list[list[float]]:
+        """For each rank and micro-batch, its share of the loss of one process that has all data of the step.
+
+        The doctor's own batches all count alike, and so do those of a program of which that loss is unknown.
+        """
+        number = ranks * step.micro
+        found = None
+        if self.batch is not None and self.loss is not None and not step.nan:
+            batches = [self.data(step, micro, rank) for rank in range(ranks) for micro in range(step.micro)]
+            found = shares(model, self.loss, batches)
+        found = found or [1 / number] * number
+        return [found[rank * step.micro :][: step.micro] for rank in range(ranks)]
 
     def random_seed(self, step: Step, micro: int, rank: int) -> int:
         """Return the seed of a rank's forward, so that its dropout is that of the plain loop."""
         return Random(f"{self.seed}.{step.number}.{micro}.{rank}.forward").getrandbits(40)
 
-    def added_data(self, step: Step, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A rank's batch for the layer that is added."""
-        return drawn(
-            f"{self.seed}.{rank}.{step.number}.{micro}.added",
-            ADDED,
-            self.data_ranks * ODD,
-            self.trial.shape.quiet,
-        )
-
-    def added_layer(self) -> nn.Linear:
+    def added_layer(self) -> Layer:
         """The layer that is added, the same on each rank."""
-        layer = nn.Linear(*ADDED, bias=not self.trial.shape.matrices_only)
+        layer = Layer(*ADDED, bias=not self.trial.shape.matrices_only)
         set_values(layer, self.seed + 1)
         return layer
+
+
+def added_batch(case: Case, step: Step, micro: int, rank: int) -> Factors:
+    """A rank's factors for the layer that is added."""
+    shape, trial = case.trial.shape, case.trial
+    key = f"{case.seed}.{trial.name}.added"
+    return factors_for(shape, key, ADDED, step.number, len(trial.steps), rank, micro)
 
 
 def takes_model(factory: Callable[..., Any]) -> bool:
@@ -100,6 +113,10 @@ def added_options(optimizer: Any) -> dict[str, Any]:
     return ADDED_OPTIONS | ({"weight_decay": ADDED_DECAY} if "weight_decay" in groups[0] else {})
 
 
+APART = 1000
+"""The seeds of ranks that begin with different values are so far apart."""
+LATE = 0.03
+"""The seconds by which a rank comes late to a step: what the others do not wait for has not arrived then."""
 INTERRUPTED = 15
 """The number of the micro-batch that an exception ends."""
 
@@ -136,31 +153,11 @@ class Played:
     Attributes:
         module: where the program has a model of its own, a copy of it as it was at first.
         given: what a shim gave to the program, because Gloo lacks it.
-        options: numbers that all groups of the program's optimizer agree on, by their names.
     """
 
     trace: Trace
     module: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
     given: frozenset[str] = frozenset()
-
-
-def options_of(optimizer: Any) -> dict[str, Any]:
-    """The options that are numbers, or pairs of them, and the same in all groups of an optimizer.
-
-    >>> import torch
-    >>> found = options_of(torch.optim.SGD([torch.zeros(1)], lr=0.5))
-    >>> found["lr"], found["momentum"]
-    (0.5, 0)
-    """
-    groups = [group for group in getattr(optimizer, "param_groups", ()) if isinstance(group, dict)]
-    found = {}
-    for name, value in (groups[0] if groups else {}).items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        is_number = numbers and all(type(one) in (int, float) for one in numbers)
-        if is_number and all(group.get(name) == value for group in groups):
-            found[name] = value
-    return found
 
 
 class Player:
@@ -179,44 +176,39 @@ class Player:
         if reason := self.program.refuses(case.trial.name):
             return Refused(reason)
         module = copy.deepcopy(self.program.model).cpu() if case.own and case.first == 0 else None
-        options = options_of(self.program.optimizer)
         if case.first == 0:
             self.note(0, "start", self.program.values())
         else:
-            self.doing = "load"
             self.load(Path(case.folder), case.first)
         for step in steps[case.first : case.last]:
             if step.reloads and not case.trial.elsewhere:
-                self.reload(step.number)
+                self.program = self.make()
+                self.load(Path(case.folder, "again"), step.number)
             self.play(step)
-        if case.last < len(steps):
-            self.doing = "save"
-            self.save(Path(case.folder))
-        return Played(self.trace, module, options)
+        return Played(self.trace, module)
 
     def make(self) -> Program:
         """A new program."""
         case = self.case
-        torch.manual_seed(case.seed)
+        seed = case.seed + (APART * self.rank if case.trial.apart else 0)
+        torch.manual_seed(seed)
         if case.own:
             return as_program(case.factory(), None, case.loss)
-        model = Model(case.trial.shape, case.seed)
+        model = Model(case.trial.shape, seed)
         return as_program(case.factory(model), model, case.loss)
 
     def note(self, step: int, phase: Any, tensors: Any) -> None:
         """Add a snapshot to the trace."""
-        self.trace.append(Snapshot(step, phase, noted(dict(tensors))))
+        options = options_of(self.program.optimizer) if phase == "step" else ()
+        self.trace.append(Snapshot(step, phase, noted(dict(tensors)), options))
 
     def play(self, step: Step) -> None:
         """One step of the trial."""
         program, self.number = self.program, step.number
         if step.adds:
-            self.doing = "add_group"
-            layer = self.case.added_layer().to(next(program.model.parameters()).device)
-            program.add_group(layer, **self.case.added_options)
+            self.add_group()
         if step.freezes is not None:
-            self.doing = "freeze"
-            program.freeze(program.model.get_submodule(FROZEN), step.freezes)
+            self.freeze(step.freezes)
         if step.factor is not None:
             self.doing = "the scheduler"
             program.set_lr_factor(step.factor)
@@ -229,10 +221,33 @@ class Player:
             self.note(step.number, "clip", program.gradients())
         self.doing = "skips"
         if not program.skips(step.nan):
+            if self.case.trial.late and step.number % self.ranks == self.rank:
+                time.sleep(LATE)
             self.doing = "step"
             program.step()
+        if step.averages:
+            self.doing = "average"
+            self.note(step.number, "average", program.average())
+        if self.is_saved_after(step):
+            self.save(Path(self.case.folder, "" if self.case.trial.elsewhere else "again"))
         self.doing = "values"
         self.note(step.number, "step", program.values())
+
+    def is_saved_after(self, step: Step) -> bool:
+        """Whether the state is saved after a step, before anything else reads it."""
+        following = self.case.trial.steps[step.number + 1 :][:1]
+        return any(one.reloads for one in following)
+
+    def add_group(self) -> None:
+        """Add the layer of this trial."""
+        self.doing = "add_group"
+        layer = self.case.added_layer().to(next(self.program.model.parameters()).device)
+        self.program.add_group(layer, **self.case.added_options)
+
+    def freeze(self, frozen: bool) -> None:
+        """Freeze the layer of this trial, or unfreeze it."""
+        self.doing = "freeze"
+        self.program.freeze(self.program.model.get_submodule(FROZEN), frozen)
 
     def gradients(self, step: Step) -> None:
         """Forward and backward of all micro-batches."""
@@ -264,31 +279,31 @@ class Player:
         """Forward of one micro-batch."""
         of_added = None
         if self.program.added:
-            of_added = self.case.added_data(step, micro, self.rank)
+            of_added = added_batch(self.case, step, micro, self.rank)
         torch.manual_seed(self.case.random_seed(step, micro, self.rank))
         loss = self.program.loss(self.case.data(step, micro, self.rank), of_added)
         return loss * math.nan if step.nan and self.rank == self.ranks - 1 else loss
 
-    def reload(self, step: int) -> None:
-        """Save, and load into new objects."""
-        folder = Path(self.case.folder, "again")
-        self.number, self.doing = step, "save"
-        self.save(folder)
-        self.doing = "load"
-        self.program = self.make()
-        self.load(folder, step)
-
     def save(self, folder: Path) -> None:
         """Into a folder that rank 0 makes."""
+        self.doing = "save"
         folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         self.program.save(folder)
         dist.barrier()
 
-    def load(self, folder: Path, step: int) -> None:
-        """From a folder; what was loaded is noted."""
+    def load(self, folder: Path, number: int) -> None:
+        """From a folder into a new program, which first gets the groups that the saved one had."""
+        earlier = self.case.trial.steps[:number]
+        if any(step.adds for step in earlier):
+            self.add_group()
+        if [step.freezes for step in earlier if step.freezes is not None][-1:] == [True]:
+            self.freeze(True)
+        if any(step.factor is not None for step in self.case.trial.steps):
+            self.program.set_lr_factor(1.0)  # as a scheduler, which is made before the state is loaded
+        self.doing, self.number = "load", number
         self.program.load(folder)
-        self.note(step, "load", self.program.values())
+        self.note(number, "load", self.program.values())
 
 
 def play_on_rank(case: Case) -> Played | Refused:

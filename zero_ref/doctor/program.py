@@ -56,6 +56,7 @@ class Program:
         cannot: the trials that this kind of program cannot do: the reason by the trial's name.
         added: the layer that `add_group` was given, as "layer"; empty before. `loss` calls it beside the
             wrapper.
+        averages: the running average of each parameter, by name; empty before the first.
     """
 
     cannot: ClassVar[dict[str, str]] = {}
@@ -73,8 +74,8 @@ class Program:
         self.wrapper: Any = model if wrapper is None else wrapper
         self.averaged_by, self.loss_of = averaged_by, loss
         self.added = nn.ModuleDict()
+        self.averages: dict[str, torch.Tensor] = {}
         self._base_lrs: list[float] = []
-        self._scheduler: Any = None
 
     # ------------------------------------------------------------------------------ what it cannot do
 
@@ -84,8 +85,8 @@ class Program:
             return "DistributedDataParallel was made without find_unused_parameters=True"
         if trial == "unused on a rank" and hasattr(self.wrapper, "set_requires_gradient_sync"):
             return "fully_shard needs all ranks to run the same layers"
-        if trial == "buffers" and self.wrapper is self.model:
-            return "the program has no wrapper that could send buffers"
+        if trial in ("buffers", "different starts") and self.wrapper is self.model:
+            return "the program has no wrapper that could send rank 0's values to the others"
         return self.cannot.get(trial)
 
     def _needs_all_gradients(self) -> bool:
@@ -99,13 +100,10 @@ class Program:
 
         Args:
             batch: of the model.
-            of_added: (inputs, targets) of the added layer; None: no layer was added.
+            of_added: the batch of the added layer; None: no layer was added.
         """
         loss = self.wrapper(batch) if self.loss_of is None else self.loss_of(self.wrapper, batch)
-        if of_added is None:
-            return loss
-        inputs, targets = (one.to(loss.device) for one in of_added)
-        return loss + (self.added["layer"](inputs) * targets).sum()
+        return loss if of_added is None else loss + self.added["layer"](of_added)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of one micro-batch, and add them to those that are there."""
@@ -192,6 +190,14 @@ class Program:
             self.wrapper.wait_for_parameters()
         named = [*self.model.named_parameters(), *self.named_added()]
         return {name: whole(param) for name, param in named}
+
+    def average(self) -> dict[str, torch.Tensor]:
+        """Update a running average of the parameters after a step, before the next forward, and return it.
+
+        Collective: all ranks, where parameters are sharded.
+        """
+        self.averages = averaged(self.averages, self.values())
+        return self.averages
 
     def named_added(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters of the added layer, with names such as "added.layer.weight"."""
@@ -308,11 +314,21 @@ class Program:
 
     @torch.no_grad()
     def set_values(self, values: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
-        """Copy saved parameters and buffers, given by name, into the model."""
-        for name, param in self.model.named_parameters():
-            param.copy_(as_like(values[name], param))
+        """Copy saved parameters and buffers, given by name, into the model and the added layer."""
+        for name, param in [*self.model.named_parameters(), *self.named_added()]:
+            if name in values:
+                param.copy_(as_like(values[name], param))
         for name, buffer in self.model.named_buffers():
             buffer.copy_(buffers[name])
+
+
+def averaged(before: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The running averages of parameters with new values, half of which count; at first the values.
+
+    >>> averaged({"bias": torch.tensor([1.0])}, {"bias": torch.tensor([2.0])})
+    {'bias': tensor([1.5000])}
+    """
+    return {name: (before.get(name, value) + value) / 2 for name, value in values.items()}
 
 
 def average(params: list[nn.Parameter]) -> None:

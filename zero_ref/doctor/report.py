@@ -1,15 +1,18 @@
-"""The doctor's report: as text, as JSON, and as JUnit's XML, which continuous integration reads."""
+"""The doctor's report: as text, as JSON, and as Markdown and JUnit's XML, for continuous integration."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any
 from xml.etree import ElementTree
 
 from zero_ref.doctor.compare import Place
 
+SHOWN_PLACES = 3
+"""Of a departure so many parameters are shown with their numbers; the JSON has all."""
 SHOWN_LINES = 24
 """The text of an error is cut to this many lines, the last ones; the JSON has all."""
 
@@ -24,8 +27,7 @@ class Departure:
         step: the first step that departs, counted from 0.
         phase: where in that step the departure begins: start, load, forward, backward, clip, step.
         places: the parameters, ranks and element ranges that depart there, in the model's order.
-        causes: the mistakes that give what was observed, but for what reordered sums explain. Empty: the
-            cause is unknown.
+        hints: what can be read off the numbers, each with its evidence; perhaps nothing.
     """
 
     trial: str
@@ -33,7 +35,7 @@ class Departure:
     step: int
     phase: str
     places: tuple[Place, ...]
-    causes: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
 
     @property
     def parameter(self) -> str:
@@ -56,30 +58,28 @@ class Departure:
         return tuple(dict.fromkeys(place.parameter for place in self.places))
 
     def __str__(self) -> str:
-        place = self.places[0]
-        others = len(self.parameters) - 1
-        also = f", and {others} other{'s' if others > 1 else ''}" if others else ""
         on = ", ".join(map(str, self.ranks_departing))
         ranks = f"rank{'s' if len(self.ranks_departing) > 1 else ''} {on} of {self.ranks}"
-        lines = [
-            f"{self.trial}: departs in step {self.step}, in {self.phase}, on {ranks}",
-            f"  first {place.parameter}[{place.start}:{place.stop}] of {place.numel} elements{also}",
-            f"  {_difference(place)}",
-        ]
-        if self.causes:
-            lines += [f"  likely cause: {cause}" for cause in self.causes]
-        else:
-            lines.append("  departs here, cause unknown")
-        return "\n".join(lines)
+        lines = [f"{self.trial}: departs in step {self.step}, in {self.phase}, on {ranks}"]
+        shown = list({place.parameter: place for place in reversed(self.places)}.values())[::-1]
+        for place in shown[:SHOWN_PLACES]:
+            lines += [f"  {place.kind} of {place.parameter}, {place.elements}", f"    {_difference(place)}"]
+        if len(shown) > SHOWN_PLACES:
+            lines.append(f"  and {len(shown) - SHOWN_PLACES} more")
+        return "\n".join([*lines, *(f"  {hint}" for hint in self.hints)])
 
 
 def _difference(place: Place) -> str:
     if place.observed is None:
         return f"rank {place.rank} has no such tensor, or one of another shape: a Program gives whole ones"
-    values = f"{place.observed:.9g} on rank {place.rank} and not {place.expected:.9g}"
-    if place.ulps == float("inf"):
+    values = f"rank {place.rank} has {place.observed:.7g} and not {place.expected:.7g}"
+    if not isfinite(place.observed):
         return values
-    return f"{values}: {place.ulps:,.3g} ulps, and reordered sums explain {place.allowed_ulps:,.3g}"
+    ratio = (
+        f", {place.ratio:.4g} times in each of them" if place.ratio is not None and place.numel > 1 else ""
+    )
+    off = f"off by {place.observed - place.expected:.3g}, and rounding explains {place.allowed:.1g}"
+    return f"{values}{ratio}: {off}"
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Report:
         departures: the trials that depart from the plain loop, one entry for each number of ranks.
         raised: trials in which the program raised, ended or hung.
         not_tried: trials that were not played, each with its reason.
-        settings: steps, seed, masters and backend, to repeat the run.
+        settings: steps, seed, masters, gradients, accumulation and backend, to repeat the run.
         given: the calls of NCCL that Gloo lacks and `nccl_on_gloo` gave to the program.
     """
 
@@ -201,10 +201,10 @@ class Report:
             lines.append(f"equal to the plain loop: {', '.join(good)}")
         if self.given:
             lines.append(f"given by the doctor, since Gloo lacks it: {'; '.join(self.given)}")
+        if ("accumulation", self.ranks[0]) in self.tried and self.settings.get("accumulation"):
+            lines.append(f"gradients of a step's micro-batches: their {self.settings['accumulation']}")
         for same in grouped(self.departures):
             lines += ["", str(same[0]), *_also(same[1:])]
-            if not same[0].causes and any(one.trial == "plain" and one.causes for one in self.departures):
-                lines.append("  the trial 'plain' departs too: mend that first")
         for one in self.raised:
             lines += ["", str(one)]
         if self.not_tried:
@@ -220,6 +220,24 @@ class Report:
         """The whole report as JSON. Infinity and NaN become null."""
         as_dict = asdict(self) | {"healthy": self.healthy}
         return json.dumps(_finite(as_dict), indent=2, allow_nan=False)
+
+    def to_markdown(self) -> str:
+        """The report as Markdown, for the summary of a job in continuous integration."""
+        found: list[Departure | Raised] = [*self.departures, *self.raised]
+        bad = {(one.trial, one.ranks): one for one in found}
+        lines = [f"## {self.name}: {self.verdict}", "", "| trial | ranks | result |", "|---|---|---|"]
+        for trial, ranks in self.tried:
+            one = bad.get((trial, ranks))
+            result = "equal to the plain loop"
+            if one is not None:
+                result = str(one).split("\n")[0].partition(": ")[2].replace("|", "\\|")
+            lines.append(f"| {trial} | {ranks} | {result} |")
+        for left in self.not_tried:
+            lines.append(f"| {left.trial} | {', '.join(map(str, left.ranks))} | not tried: {left.reason} |")
+        shown: list[Departure | Raised] = [*(same[0] for same in grouped(self.departures)), *self.raised]
+        for one in shown:
+            lines += ["", "```text", *str(one).split("\n"), "```"]
+        return "\n".join(lines) + "\n"
 
     def to_junit(self) -> str:
         """The whole report as JUnit's XML: a test case for each trial on each number of ranks.
@@ -249,23 +267,22 @@ class Report:
 
 
 def grouped(departures: Sequence[Departure]) -> list[list[Departure]]:
-    """Lists of departures that have the same causes. The report shows the first of each list in full."""
-    by_causes: dict[tuple[str, ...], list[Departure]] = {}
+    """Lists of departures that begin in the same phase and parameter. The report shows the first in full."""
+    by_place: dict[tuple[str, str], list[Departure]] = {}
     for one in departures:
-        by_causes.setdefault(one.causes, []).append(one)
-    return list(by_causes.values())
+        by_place.setdefault((one.phase, one.parameter), []).append(one)
+    return list(by_place.values())
 
 
 def _also(departures: Sequence[Departure]) -> list[str]:
-    """A line that names these trials, which depart for the same reason as the one above; none if empty."""
+    """A line that names these trials, which depart in the same phase and parameter; none if empty."""
     of_trial: dict[str, list[str]] = {}
     for one in departures:
         of_trial.setdefault(one.trial, []).append(str(one.ranks))
     if not of_trial:
         return []
-    why = "for the same cause" if departures[0].causes else "for no known cause"
     trials = ", ".join(f"{trial} ({', '.join(ranks)})" for trial, ranks in of_trial.items())
-    return [f"  also departs {why}, in trials (on ranks): {trials}"]
+    return [f"  also departs there, in trials (on ranks): {trials}"]
 
 
 def _case(suite: ElementTree.Element, name: str, test: str) -> ElementTree.Element:

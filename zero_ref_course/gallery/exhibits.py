@@ -29,7 +29,7 @@ class Exhibit:
         year: of the first report.
         trial: the doctor's first trial that shows the mistake.
         phase: the part of a step in which the mistake begins: backward, clip, step, load or forward.
-        cause: words of the cause that the doctor names; "" if the doctor finds the place and no cause.
+        says: words of what the doctor reads off the numbers; "" if it shows them alone.
         plain: the doctor's arguments for the plain loop: `from_plain` and `options`, or `reference`.
     """
 
@@ -40,7 +40,7 @@ class Exhibit:
     year: int
     trial: str
     phase: str
-    cause: str
+    says: str
     plain: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -70,7 +70,7 @@ def exhibit(
     year: int,
     trial: str,
     phase: str,
-    cause: str,
+    says: str,
     mended: Callable[..., Any] = Sharded,
     plain: dict[str, Any] | None = None,
 ) -> Callable[[P], P]:
@@ -78,7 +78,7 @@ def exhibit(
 
     def register(program: P) -> P:
         name = getattr(program, "__name__", "")
-        gallery.append(Exhibit(name, program, mended, reports, year, trial, phase, cause, plain or ADAMW))
+        gallery.append(Exhibit(name, program, mended, reports, year, trial, phase, says, plain or ADAMW))
         return program
 
     return register

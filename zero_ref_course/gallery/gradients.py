@@ -23,7 +23,7 @@ from zero_ref_course.gallery.right import LR, Sharded
     year=2025,
     trial="plain",
     phase="backward",
-    cause="summed over the ranks, and not averaged",
+    says="which is the number of ranks",
 )
 class Summed(Sharded):
     """Gradients were summed over the ranks and not averaged.
@@ -41,7 +41,7 @@ class Summed(Sharded):
     year=2024,
     trial="plain",
     phase="backward",
-    cause="averaged twice",
+    says="which is 1 / the number of ranks",
 )
 class AveragedTwice(Sharded):
     """The loss was divided by the tokens of all ranks, and then the wrapper averaged, so N ranks trained with
@@ -65,7 +65,7 @@ class Wrapped(Program):
     year=2026,
     trial="plain",
     phase="backward",
-    cause="gradients are not reduced",
+    says="of its own data alone: it is not reduced",
     mended=Wrapped,
 )
 class AroundTheWrapper(Wrapped):
@@ -85,7 +85,7 @@ class AroundTheWrapper(Wrapped):
     year=2026,
     trial="plain",
     phase="backward",
-    cause="gradients are not reduced",
+    says="of its own data alone: it is not reduced",
 )
 class HeadAroundTheWrapper(Sharded):
     """One layer, the action head, was called without its wrapper.
@@ -104,7 +104,7 @@ class HeadAroundTheWrapper(Sharded):
     year=2026,
     trial="group added",
     phase="backward",
-    cause="gradients are not reduced",
+    says="of its own data alone: it is not reduced",
 )
 class LateParameters(Sharded):
     """An adapter was added after wrapping, so its gradients were not averaged.
@@ -159,7 +159,7 @@ class Buffered(Sharded):
     year=2026,
     trial="accumulation",
     phase="backward",
-    cause="only the last micro-batch",
+    says="only the last micro-batch",
     mended=Buffered,
 )
 class LastMicroBatch(Buffered):
@@ -177,7 +177,7 @@ class LastMicroBatch(Buffered):
     year=2026,
     trial="accumulation",
     phase="backward",
-    cause="only the last micro-batch",
+    says="only the last micro-batch",
     mended=Buffered,
 )
 class SharedBuffer(Buffered):
@@ -198,7 +198,7 @@ class SharedBuffer(Buffered):
     year=2026,
     trial="accumulation",
     phase="backward",
-    cause="reduced again with each micro-batch",
+    says="other weights",
 )
 class ReducedAgain(Sharded):
     """Gradients that had been summed over the ranks stayed in `.grad`, and were summed again after the next
@@ -218,7 +218,7 @@ class ReducedAgain(Sharded):
     year=2026,
     trial="accumulation",
     phase="backward",
-    cause="divided by the number of micro-batches",
+    says="1 / the number of micro-batches squared",
 )
 class DividedAgain(Sharded):
     """The loss was divided by the number of micro-batches in two places, so gradients were too small by that
@@ -233,7 +233,8 @@ class DividedAgain(Sharded):
 
     def end_of_backward(self) -> None:
         super().end_of_backward()
-        self.divide_gradients(self.micro_batches)
+        for _ in ("in the loop", "and in the trainer"):
+            self.divide_gradients(self.micro_batches)
         self.micro_batches = 0
 
 
@@ -245,7 +246,7 @@ class DividedAgain(Sharded):
     year=2026,
     trial="clipping",
     phase="clip",
-    cause="clipped by a local norm",
+    says="scaled by different factors",
 )
 class LocalNorm(Sharded):
     """Each rank clipped its share of the gradients by the norm of that share. So the ranks scaled by
@@ -263,7 +264,7 @@ class LocalNorm(Sharded):
     year=2025,
     trial="clipping",
     phase="clip",
-    cause="counts what is no matrix once for every rank",
+    says="times the right norm",
 )
 class CountedOnEveryRank(Sharded):
     """The squares of parameters that every rank has in full were added up over the ranks: the norm was too

@@ -41,7 +41,7 @@ class ByTemplate(Owned):
     year=2026,
     trial="save and load",
     phase="step",
-    cause="is reset by loading",
+    says="an empty state",
 )
 class MomentsReset(OwnedBy):
     """Loading filled only moments that existed already. A new optimizer has none before its first step, so
@@ -77,7 +77,7 @@ class ByOffset(Owned):
     year=2026,
     trial="save and load",
     phase="step",
-    cause="",
+    says="",
 )
 class ShiftedMoments(OwnedBy):
     """State was packed without the padding behind each bucket and read with it, so only the first bucket was
@@ -92,7 +92,7 @@ class ShiftedMoments(OwnedBy):
     year=2024,
     trial="save and load",
     phase="load",
-    cause="loading makes a step with gradients of 0",
+    says="",
 )
 class LoadingSteps(Sharded):
     """To have a state to load into, loading made a step with gradients of 0.
@@ -113,7 +113,7 @@ class LoadingSteps(Sharded):
     year=2026,
     trial="save and load",
     phase="load",
-    cause="a broadcast was lost",
+    says="values of the start",
 )
 class NotSentAfterLoading(Sharded):
     """After loading, each rank put its own share of the parameters into the model. The loop that should send
@@ -167,7 +167,7 @@ class WithMasters(Sharded):
     year=2026,
     trial="mixed dtypes",
     phase="forward",
-    cause="masters are not used",
+    says="",
     mended=WithMasters,
     plain={"from_plain": torch.optim.AdamW, "options": SHRINKING, "masters": True, "steps": 40},
 )
@@ -209,7 +209,7 @@ class MainCopies(Sharded):
     year=2026,
     trial="save and load",
     phase="step",
-    cause="those that training began with",
+    says="",
     mended=MainCopies,
 )
 class StaleMasters(MainCopies):
@@ -230,7 +230,7 @@ class StaleMasters(MainCopies):
     year=2026,
     trial="tied weights",
     phase="backward",
-    cause="gradient of tied weights lacks",
+    says="",
 )
 class Untied(Sharded):
     """New storage was made for every parameter, so head and embedding were no longer tied, and each got only
@@ -253,7 +253,7 @@ class Untied(Sharded):
     year=2024,
     trial="buffers",
     phase="forward",
-    cause="buffers are not synchronised",
+    says="",
     mended=Wrapped,
 )
 class BuffersOfEachRank(Wrapped):

@@ -40,7 +40,7 @@ class LeftToTheWrapper(MuonAndAdamW):
     year=2026,
     trial="plain",
     phase="step",
-    cause="SGD steps in place of",
+    says="times the gradient",
     mended=ShardedMuon,
     plain=MUON,
 )
@@ -74,7 +74,7 @@ class AsStored(MuonAndAdamW):
     year=2026,
     trial="plain",
     phase="step",
-    cause="AdamW steps in place of",
+    says="",
     mended=ShardedMuon,
     plain=MUON,
 )
@@ -130,8 +130,8 @@ class MuonInPieces(Sharded):
     "https://github.com/deepspeedai/DeepSpeed/pull/8091",
     year=2026,
     trial="plain",
-    phase="step",
-    cause="averages in its own range alone",
+    phase="backward",
+    says="of its own data alone: it is not reduced",
     mended=MuonInPieces,
     plain=MUON,
 )
@@ -171,7 +171,7 @@ class Rows(MuonAndAdamW):
     year=2026,
     trial="plain",
     phase="step",
-    cause="a piece of each matrix",
+    says="",
     mended=ShardedMuon,
     plain=MUON,
 )
@@ -189,7 +189,7 @@ class RowsOfARank(ShardedMuon):
     year=2026,
     trial="plain",
     phase="step",
-    cause="eps is not passed on",
+    says="has eps=",
     mended=lambda model: Sharded(model, eps=2.0**-10),
     plain={"from_plain": torch.optim.AdamW, "options": {"lr": LR, "eps": 2.0**-10}},
 )
@@ -213,7 +213,7 @@ class TakesParametersOnly(Owned):
     year=2026,
     trial="group added",
     phase="step",
-    cause="options of the group that was added are not passed on",
+    says="has lr=",
 )
 class GroupsDiscarded(Sharded):
     """The optimizer took only the parameters from the program's groups, and used its own lr and decay for all
@@ -255,7 +255,7 @@ class ByKind(Sharded):
     year=2026,
     trial="plain",
     phase="step",
-    cause="weight_decay of group 0",
+    says="times the value before the step",
     mended=ByKind,
     plain={"reference": plain_by_kind},
 )
@@ -273,7 +273,7 @@ class EverythingDecays(Sharded):
     year=2024,
     trial="scheduler",
     phase="step",
-    cause="advances once for every rank",
+    says="has lr=",
 )
 class SteppedByEveryRank(Sharded):
     """The wrapped scheduler advanced once for each rank in every step: two ranks decayed twice as fast."""
@@ -311,7 +311,7 @@ class ThroughCopies(Sharded):
     year=2026,
     trial="unused parameters",
     phase="step",
-    cause="gradient of an earlier step",
+    says="gradients of the step before where there are none",
     mended=ThroughCopies,
 )
 class StaleCopy(ThroughCopies):
@@ -342,7 +342,7 @@ class DecaysWithout(torch.optim.AdamW):
     year=2025,
     trial="frozen layer",
     phase="step",
-    cause="without a gradient still decays",
+    says="times the value before the step",
 )
 class DecaysWithoutGradient(Sharded):
     """Weight decay was applied to all parameters, also to those without a gradient: a frozen layer shrank."""
@@ -357,7 +357,7 @@ class DecaysWithoutGradient(Sharded):
     year=2024,
     trial="plain",
     phase="step",
-    cause="no rank has updated",
+    says="they did not move",
 )
 class OldParameters(Sharded):
     """The optimizer was made before the model was wrapped, with parameters that the wrapper then replaced, so
