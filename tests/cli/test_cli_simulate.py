@@ -19,6 +19,7 @@ from zero_ref.cli import _common
 from zero_ref.lab.simulated import print_runs
 from zero_ref.simulator.cluster import CLUSTERS, cluster
 from zero_ref.simulator.held import PORTIONS
+from zero_ref.simulator.like import LIKE
 from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.operations import shared_out
 from zero_ref.simulator.recipe import RECIPES
@@ -111,6 +112,8 @@ UNFUSED = {"attention": "unfused", "checkpointing": "selective"}
         (["--lora", "8", "--lora-on", "attention"], {"lora": 8, "lora_on": "attention"}),
         (["--fused-loss"], {"fused_loss": True}),
         (["--loss-dtype", "bfloat16"], {"loss_dtype": "bfloat16"}),
+        (["--kept-logits"], {"kept_logits": True}),
+        (["--compare", "zero-3", "--live-parameters", "1000000000"], {"live_parameters": 10**9}),
         (["--compare", "zero-3", "--prefetch", "0"], {"prefetch": 0}),
         (["--compare", "local-sgd", "--period", "3"], {"period": 3}),
         (["--compare", "local-sgd", "--gradient-group", "4"], {"gradient_group": 4}),
@@ -128,6 +131,25 @@ def test_every_option_reaches_the_simulator(
         assert values["iteration_ms"] == run.iteration_ms
         assert values["memory_bytes"] == run.memory.items
     assert printed != usual["strategies"]
+
+
+@pytest.mark.parametrize("program", LIKE)
+def test_options_as_suit_a_program_are_taken_where_they_are_not_said(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = as_json(capsys, *SIMULATE, "--strategy", "zero-3", "--like", program)
+    run = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8, **LIKE[program]).run("zero-3")
+    assert printed["strategies"]["zero-3"]["memory_bytes"] == run.memory.items
+    assert printed["strategies"]["zero-3"]["iteration_ms"] == run.iteration_ms
+
+
+def test_an_option_that_is_said_goes_before_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "--model", "llama3-8b", "--ranks", "8", "--strategy", "zero-3", "--sequence", "2048"]
+    for said in ("fused", "by-hand"):
+        printed = as_json(capsys, *words, "--like", "transformers", "--norms", said)
+        assert (printed["norms"], printed["kept_logits"]) == (said, True)
+    assert as_json(capsys, *words, "--like", "transformers")["norms"] == "by-hand"
+    assert as_json(capsys, *words)["norms"] == "fused"
 
 
 def test_stragglers_and_jitter_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +250,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "moments 8.03 GB 64.24 GB" in rows
     assert "peak 86.83 GB 204.91 GB" in rows
     assert "which is at the loss at the loss" in rows
-    assert "in 85.5 GB undecided does not fit" in rows
+    assert "in 85.5 GB unlikely does not fit" in rows
     assert "sent a rank 40.32 GB 28.11 GB" in rows
     assert any(row.startswith("faster under zero-3: computing twice as fast -") for row in rows)
     assert "attention adds 27% to what the parameters' products take" in rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,14 @@ from zero_ref.simulator.ledger import (
     StateRule,
     ledger,
 )
-from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks, whole_bytes
+from zero_ref.simulator.memory import (
+    Memory,
+    MemorySettings,
+    average_memory,
+    gathered_bytes,
+    memory_of_ranks,
+    whole_bytes,
+)
 from zero_ref.simulator.models import blocks, shapes, specs
 
 MIB = 2**20
@@ -176,3 +184,14 @@ def test_a_rank_alone_holds_what_torch_holds(optimizer: str) -> None:
     settings = MemorySettings(0, None, optimizer, gradient_as_bucket_view=True)
     (memory,) = memory_of_ranks(sorted_greedy([35, 5], 1), params, settings)
     assert memory.total_bytes == sum(tensor.nbytes for tensor in held)
+
+
+def test_stage_3_of_deepspeed_keeps_gathered_parameters_alive() -> None:
+    params = [
+        ParamSpec(1000, name="embedding"),
+        *(ParamSpec(100, name=f"layers.{n}.weight") for n in range(9)),
+    ]
+    usual = MemorySettings(3, convention=None)
+    # The root and two blocks are whole at a time; so many elements; all of the model.
+    for live, elements in ((0, 1200), (1100, 1200), (1500, 1500), (10**9, 1900)):
+        assert gathered_bytes(params, replace(usual, live_numel=live)) == 4 * elements

@@ -160,10 +160,12 @@ class Step:
     repeated_kv: bool = False
     foreach: bool = False
     dtype: str = "bfloat16"
+    kept_logits: bool = False
 
     @property
     def scenario(self) -> Scenario:
         names = ("batch", "sequence", "checkpointing", "fused_loss", "norms", "repeated_kv", "dtype")
+        names += ("kept_logits",)
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         return Scenario(self.model, cluster("h100-ib"), 1, masters=False, **options)
 
@@ -174,6 +176,7 @@ class Net(torch.nn.Module):
     def __init__(self, step: Step) -> None:
         super().__init__()
         self.step = step
+        self.output: torch.Tensor | None = None
         self.weights = torch.nn.ParameterDict(
             {
                 one.name.replace(".", "_"): torch.nn.Parameter(
@@ -221,7 +224,9 @@ class Net(torch.nn.Module):
         logits = F.linear(self.norm(x, "model_norm_weight"), self.weights[head]).flatten(0, 1)
         if self.step.fused_loss:
             return FusedLoss.apply(logits)  # type: ignore[no-any-return, no-untyped-call]
-        return F.cross_entropy(logits.float(), tokens.flatten())
+        logits = logits.float()
+        self.output = logits.detach() if self.step.kept_logits else None
+        return F.cross_entropy(logits, tokens.flatten())
 
 
 def measured(step: Step) -> int:
@@ -234,6 +239,7 @@ def measured(step: Step) -> int:
         for _ in range(2):
             peak.reset()
             loss(tokens).backward()  # type: ignore[no-untyped-call]
+            net.output = None
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return peak.nbytes
@@ -245,6 +251,10 @@ STEPS = {
     "in the first block": Step(replace(SMALL, vocabulary=2000), 4, 2048),
     "in the last block": Step(replace(SMALL, depth=6), 2, 2048, "full", True),
     "at the end of backward": Step(SMALL, 1, 256),
+}
+KEPT = {
+    place: replace(STEPS[place], kept_logits=True, fused_loss=False)
+    for place in ("at the loss", "in the first block", "at the end of backward")
 }
 FURTHER = {
     "norms by hand": Step(SMALL, 4, 2048, norms="by-hand"),
@@ -267,6 +277,18 @@ def test_torch_allocates_as_much_as_predicted_wherever_the_peak_is(place: str) -
     memory = STEPS[place].scenario.run("ddp").memory
     assert memory.phase == phase.get(place, "reduction")
     agrees(STEPS[place])
+
+
+@pytest.mark.parametrize("place", KEPT)
+def test_logits_that_the_caller_keeps_are_there_until_backward_ends(place: str) -> None:
+    step = KEPT[place]
+    kept, usual = (one.scenario.run("ddp").memory for one in (step, replace(step, kept_logits=False)))
+    nbytes = 4 * step.batch * step.sequence * step.model.vocabulary
+    for phase in ("loss", "backward", "last block", "reduction"):
+        assert kept.phase_bytes[phase] == usual.phase_bytes[phase] + nbytes
+    for phase in ("forward", "step"):
+        assert kept.phase_bytes[phase] == usual.phase_bytes[phase]
+    agrees(step)
 
 
 @pytest.mark.thorough

@@ -6,7 +6,15 @@ import argparse
 import json
 
 from zero_ref.cli._common import CommandError, Subparsers, need, planning
-from zero_ref.cli.simulate import add_bill, add_machines, add_model, bill_of, named_model, scenario_of
+from zero_ref.cli.simulate import (
+    add_bill,
+    add_machines,
+    add_model,
+    bill_of,
+    named_model,
+    scenario_of,
+    set_nothing_given,
+)
 from zero_ref.lab._arguments import add_options, whole
 from zero_ref.lab.searched import as_json, print_found
 from zero_ref.simulator.options import options_of
@@ -32,6 +40,7 @@ def register_search(subparsers: Subparsers) -> None:
     tokens = whole(1, 10**12, "no update has so many")
     add("--tokens", required=True, type=tokens, metavar="T", help="of an update, over all ranks")
     add_options(parser, (one for one in options_of(Scenario) if one.path[-1] not in NOT_ASKED))
+    set_nothing_given(parser)
     add_bill(parser)
     add("--all", action="store_true", help="list all that may fit, not only the best")
     add("--json", action="store_true", help="print JSON instead of a table")

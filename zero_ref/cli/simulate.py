@@ -6,8 +6,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 from zero_ref.cli._common import CommandError, Subparsers, need, planning, read_input
 from zero_ref.lab._arguments import (
@@ -26,6 +27,7 @@ from zero_ref.lab.simulated_checkpoints import checkpoints_as_json, print_checkp
 from zero_ref.simulator.bill import Bill
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.configuration import quantized
+from zero_ref.simulator.like import LIKE
 from zero_ref.simulator.models import GPT2, MODELS, Architecture, from_config
 from zero_ref.simulator.options import OptionField, from_options, options_of
 from zero_ref.simulator.recipe import LOCAL_SGD, RECIPES
@@ -49,8 +51,7 @@ def register_simulate(subparsers: Subparsers) -> None:
     add_options(parser, for_all)
     _add_strategies(parser)
     add_options(parser, for_some)
-    # One of these that is given, be it the default, has to mean something to a strategy; None is not given.
-    parser.set_defaults(**dict.fromkeys(one.word for one in for_some))
+    set_nothing_given(parser)
     _add_paces(parser)
     add_bill(parser)
     parser.add_argument(
@@ -74,6 +75,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="a function in a file of yours that returns a torch.nn.Module, in place of --model; or one and "
         "a function of a batch and a length that makes its inputs. It is traced on the meta device, and "
         "frozen parameters count as frozen",
+    )
+    parser.add_argument(
+        "--like",
+        default="plain",
+        choices=list(LIKE),
+        metavar="PROGRAM",
+        help=f"options as suit a program, where they are not said: {', '.join(LIKE)} (default: %(default)s)",
     )
     parser.add_argument(
         "--as-16-bit",
@@ -115,6 +123,11 @@ def bill_of(arguments: argparse.Namespace) -> Bill | None:
     if arguments.train_tokens is None and arguments.price is not None:
         raise CommandError("--price is of an hour: say with --train-tokens how much is trained.")
     return None if arguments.train_tokens is None else Bill(arguments.train_tokens, arguments.price)
+
+
+def set_nothing_given(parser: argparse.ArgumentParser) -> None:
+    """Let the value of a scenario's option be None unless it is given, be it the default."""
+    parser.set_defaults(**dict.fromkeys(one.word for one in options_of(Scenario)))
 
 
 def _scenario_options() -> tuple[list[OptionField], list[OptionField]]:
@@ -187,9 +200,12 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
     Raises:
         CommandError: the model has learned fewer positions than a sequence has tokens.
     """
+    given = vars(arguments)
+    like = LIKE[arguments.like]
     scenario = from_options(
         Scenario,
-        vars(arguments),
+        given,
+        **{one.path[0]: like[one.path[0]] for one in _in_preset(like) if given.get(one.word) is None},
         architecture=architecture_of(arguments),
         cluster=cluster_named(arguments.cluster),
         world_size=arguments.ranks,
@@ -198,6 +214,16 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
     if isinstance(model, GPT2) and length > model.positions:
         raise CommandError(f"--sequence {length:,}: the model has learned {model.positions:,} positions.")
     return scenario
+
+
+def dtype_of(arguments: argparse.Namespace) -> str:
+    """The dtype of the parameters: as it is said, as of `--like`, or the usual one."""
+    usual = next(one.default for one in options_of(Scenario) if one.path == ("dtype",))
+    return str(arguments.dtype or LIKE[arguments.like].get("dtype", usual))
+
+
+def _in_preset(like: Mapping[str, Any]) -> list[OptionField]:
+    return [one for one in options_of(Scenario) if one.path[0] in like]
 
 
 def architecture_of(arguments: argparse.Namespace) -> Architecture:
@@ -229,7 +255,7 @@ def _of_own(given: str, arguments: argparse.Namespace) -> Architecture:
         build.loaded()
     except (OSError, SyntaxError) as error:
         raise CommandError(f"--module {given} cannot be read: {error}") from None
-    return from_factory(build, arguments.dtype, arguments.sequence)
+    return from_factory(build, dtype_of(arguments), arguments.sequence)
 
 
 def _of_config(path: str, arguments: argparse.Namespace) -> Architecture:
@@ -247,7 +273,7 @@ def _of_config(path: str, arguments: argparse.Namespace) -> Architecture:
         return from_config(config)
     from zero_ref.lab.built import from_config as traced
 
-    return traced(config, arguments.dtype, arguments.sequence)
+    return traced(config, dtype_of(arguments), arguments.sequence)
 
 
 def _write_trace(path: str, runs: Sequence[SimulatedRun]) -> None:

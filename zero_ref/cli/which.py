@@ -6,7 +6,15 @@ import argparse
 import json
 
 from zero_ref.cli._common import CommandError, Subparsers, need, planning
-from zero_ref.cli.simulate import add_bill, add_machines, add_model, bill_of, named_model, scenario_of
+from zero_ref.cli.simulate import (
+    add_bill,
+    add_machines,
+    add_model,
+    bill_of,
+    named_model,
+    scenario_of,
+    set_nothing_given,
+)
 from zero_ref.lab._arguments import add_options
 from zero_ref.lab.advised import as_json, print_advice
 from zero_ref.simulator.options import options_of
@@ -37,6 +45,7 @@ def register_which(subparsers: Subparsers) -> None:
     add_model(parser)
     add_machines(parser)
     add_options(parser, (one for one in options_of(Scenario) if one.path[-1] not in NOT_ASKED))
+    set_nothing_given(parser)
     add_bill(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run_which)

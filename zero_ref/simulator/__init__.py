@@ -35,6 +35,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `trace`: timelines as a file that Perfetto shows;
 - `sensitivity`: which circumstance changes the conclusion, and what would make an iteration faster;
 - `spread`: how far a prediction may be off, from published runs;
+- `like`: the options that suit a program, by its name;
 - `training`: what is trained, on what and how, as one value; `rank_work`: what a rank computes for that;
 - `bill`: days, GPU-hours and cost of a whole training;
 - `scenario`: all of it together, from a model's name to memory, traffic and time;

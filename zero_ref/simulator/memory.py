@@ -46,6 +46,7 @@ class MemorySettings:
         gradient_as_bucket_view: as in DDP. False, DDP's default, costs a second copy of the gradients.
         bucket_bytes: of the buffer for messages at stage 1, and of the two buckets of gradients that are on
             their way at stage 2; 0 if tensors are sent without a copy.
+        live_numel: at stage 3, gathered elements that stay whole, if the model has so many.
         gathered_units: at stage 3, how many blocks of `models.blocks` are whole at one time beside the root:
             the one that computes, and those that are gathered ahead.
         flat: at stages 1 and 2, trainable parameters are views of the flat tensors of `layout.lay_out`, and
@@ -54,6 +55,7 @@ class MemorySettings:
         head_bytes: of these, what is kept outside of the blocks, and freed before backward comes to one.
         forward_bytes: more at the end of forward.
         loss_bytes: more while the loss's backward lasts.
+        output_bytes: more from the loss to the end of backward: logits that the caller keeps.
         block_bytes: more while backward is in a block.
         last_block_bytes: of the activations, what one block keeps, which is there when backward ends.
         ddp: at stages 0 and 1. False for a rank alone, which has no buckets: its gradients are freed after
@@ -80,8 +82,10 @@ class MemorySettings:
     head_bytes: int = 0
     forward_bytes: int = 0
     loss_bytes: int = 0
+    output_bytes: int = 0
     block_bytes: int = 0
     last_block_bytes: int = 0
+    live_numel: int = 0
     ddp: bool = True
     tied: bool = False
     accumulates: bool = False
@@ -412,10 +416,12 @@ def _units_of(params: tuple[ParamSpec, ...], settings: MemorySettings) -> Sequen
 
 
 def gathered_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> int:
-    """The root and as many of the largest blocks as are whole at one time."""
+    """The root and as many of the largest blocks as are whole at one time; or more, that are kept so."""
     root, *others = unit_bytes(params, settings)
     gathered = sorted((unit.params for unit in others), reverse=True)[: settings.gathered_units]
-    return root.params + sum(gathered)
+    whole = root.params + sum(unit.params for unit in others)
+    numel = max(1, sum(param.numel for param in params))
+    return max(root.params + sum(gathered), min(whole, settings.live_numel * whole // numel))
 
 
 def _reducing_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> int:

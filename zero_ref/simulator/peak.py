@@ -134,7 +134,7 @@ def _phases(
         return held | {
             "communication": on_the_way,
             "activations": activations,
-            "temporaries": settings.block_bytes,
+            "temporaries": settings.block_bytes + settings.output_bytes,
         }
 
     shared = settings.stage == 3 and bool(gathered)  # then the root's gradients stay whole until the end
@@ -143,11 +143,11 @@ def _phases(
     after: dict[str, float] = {"gradients": gradients}
     return {
         "forward": in_forward | {"temporaries": settings.forward_bytes},
-        "loss": in_forward | {"temporaries": settings.loss_bytes},
+        "loss": in_forward | {"temporaries": settings.loss_bytes + settings.output_bytes},
         "backward": in_block(first, kept - settings.head_bytes),
         "last block": in_block(last, settings.last_block_bytes),
         "reduction": (after if sum(before.values()) < gradients else before)
-        | {"communication": gathered + buffers, "temporaries": made.twice},
+        | {"communication": gathered + buffers, "temporaries": made.twice + settings.output_bytes},
         "step": after | {"temporaries": _step_bytes(params, memory, settings)},
         "sending": after | {"communication": sending},
     }

@@ -123,6 +123,14 @@ class RankWork(Training):
         return self.activations.kept
 
     @property
+    def output_bytes(self) -> int:
+        """Bytes of the logits that the program keeps in 32 bits until backward ends."""
+        if not self.kept_logits or (model := self.transformer) is None:
+            return 0
+        outputs = model.outputs if isinstance(model, Traced) else model.vocabulary
+        return 4 * self.tokens_of_pass * outputs
+
+    @property
     def attention_share(self) -> float:
         """The operations that attention adds to forward and backward, as a share of the parameters'.
 

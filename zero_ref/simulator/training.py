@@ -112,6 +112,10 @@ class Training:
     fused_loss: Annotated[bool, Option(
         "the cross-entropy is one kernel, which keeps no copy of the logits in 32 bits",
     )] = False
+    kept_logits: Annotated[bool, Option(
+        "the program keeps the model's output, as one of Hugging Face's: its logits in 32 bits are there "
+        "until backward ends",
+    )] = False
     norms: Annotated[str, Option(
         "RMSNorms: " + explained(NORMS) + " (default: %(default)s)", metavar="HOW", choices=NORMS,
     )] = "fused"
@@ -186,6 +190,10 @@ class Training:
         "of zero-3: units gathered ahead of the one that computes (default: %(default)s)", metavar="UNITS",
         least=0, most=10**6, used_by=_gathers_ahead,
     )] = 1
+    live_parameters: Annotated[int | None, Option(
+        "of zero-3: gathered parameters that stay whole, as DeepSpeed's stage3_max_live_parameters "
+        "(default: those of --prefetch)", metavar="P", least=0, most=10**13, used_by=_gathers_ahead,
+    )] = None
     period: Annotated[int, Option(
         "of local-sgd: steps from one average of the parameters to the next (default: %(default)s)",
         metavar="H", least=1, most=10**6, used_by=_averages,

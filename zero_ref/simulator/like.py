@@ -1,0 +1,34 @@
+"""How programs train: the options of a scenario that suit them, by the program's name.
+
+`Scenario(model, cluster, ranks, **LIKE["transformers"])` is one of these, and `zero-ref simulate --like
+transformers` is the same. An option that is said goes before the program's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+LIKE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "plain": {},
+        "torchtitan": {"reduce_dtype": "float32"},
+        "transformers": {"norms": "by-hand", "kept_logits": True},
+        "nanogpt": {
+            "dtype": "float32",
+            "autocast": "bfloat16",
+            "compiled": True,
+            "fused_loss": True,
+        },
+        "megatron": {"gradient_dtype": "float32", "without_ddp": True, "fused_loss": True},
+        "deepspeed": {"norms": "by-hand", "kept_logits": True, "live_parameters": 10**9},
+    }
+)
+"""The default is "plain": 16-bit parameters and gradients beside 32-bit masters, and fused kernels.
+
+Source: torchtitan's MixedPrecisionPolicy, which reduces in float32; transformers' models, whose norms are
+separate operations and which return their logits; nanoGPT's train.py, which compiles the whole model, with
+its loss, under autocast; Megatron-LM's main_grad, its own buffers and its fused cross-entropy; DeepSpeed with
+a model of transformers, and its default stage3_max_live_parameters.
+"""
