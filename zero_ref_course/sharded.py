@@ -193,7 +193,12 @@ def _check_mean(answer: Answer, tokens: Sequence[Sequence[int]], outcomes: Seque
             f"{where} returned {value:g} and it should be {expected:g}. "
             + named(
                 {text: _is_near(value, one[rank]) for text, one in mistakes.items()}
-                | {"That is the share of another rank.": any(_is_near(value, one) for one in right)},
+                | {
+                    "That divides by this rank's own tokens. Add up those of all ranks.": _is_near(
+                        value, right[rank] * in_all / sum(tokens[rank])
+                    ),
+                    "That is the share of another rank.": any(_is_near(value, one) for one in right),
+                },
                 "Multiply each gradient by its tokens, add up, and divide by the tokens of all ranks.",
             )
         )

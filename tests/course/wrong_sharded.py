@@ -31,6 +31,7 @@ CHANGED = {
          {WEIGHED: WEIGHED + " / sum(tokens for _, tokens in passes)",
           COUNTED: "    count = torch.tensor([float(comm.world_size)])\n"},
          r"then takes the ranks as equal"),
+        ("divides_by_its_own_tokens", {COUNTED: ""}, r"divides by this rank's own tokens"),
         ("never_divides", {"share / count": "share"}, r"the sum over all tokens"),
         ("all_reduces", {"    share = torch.empty(total.numel() // comm.world_size)\n"
                          "    comm.reduce_shares(total, share).wait()\n":
