@@ -441,9 +441,9 @@ def check_class(target: InFile, numbers: Sequence[int] = (2, 3), timeout: float 
         target: the name, and its file, which is run on each rank.
         numbers: of ranks; each check is made on each.
         timeout: seconds for a check, times `zero_ref.lab.patience.patience()`.
-    Yields:
-        The outcome of each check: that of the first number of ranks where it fails, if it does. After a check
-        in which a rank raises or hangs the others are left out.
+    Returns:
+        The outcomes, as the checks end: that of the first number of ranks where a check fails, if it does.
+        After a check in which a rank raises or hangs the others are left out.
     Raises:
         ValueError: the file has no such name, or it takes other arguments.
     """
