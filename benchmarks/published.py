@@ -1,8 +1,9 @@
 """Runs that others published: what was trained, on which machines, how fast and in how much memory.
 
 They lie in `published_runs/`, one file for each source, with the models and the machines that only this
-source has; `shared.json` has those of several sources. Only runs that can be simulated are there: no tensor,
-pipeline or context parallelism. `judged` holds the simulator against them.
+source has, and with what is "usual" for its runs; `shared.json` has the models and machines of several
+sources. Only runs that can be simulated are there: no tensor, pipeline or context parallelism. `judged`
+holds the simulator against them.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Source:
         kind: of the programs, one of `spread.KINDS`, by what the source says of them.
         read: which part, and what had to be looked up elsewhere.
         commit: of the repository, where it has one.
+        added: the month in which the source was entered, before any of its runs was predicted; None for the
+            sources that were there before kinds were.
     """
 
     title: str
@@ -58,6 +61,7 @@ class Source:
     kind: str
     read: str
     commit: str | None = None
+    added: str | None = None
 
 
 @dataclass(frozen=True)
@@ -236,7 +240,11 @@ def published() -> Published:
         name: Machines(**one) for file in files.values() for name, one in file.get("clusters", {}).items()
     }
     sources = {key: file for key, file in files.items() if key != SHARED}
-    runs = tuple(_run(key, file["source"], run) for key, file in sources.items() for run in file["runs"])
+    runs = tuple(
+        _run(key, {"kind": file["source"]["kind"], **file.get("usual", {}), **run})
+        for key, file in sources.items()
+        for run in file["runs"]
+    )
     presets = {run.model for run in runs} - models.keys()
     return Published(
         {key: Source(**file["source"]) for key, file in sources.items()},
@@ -256,10 +264,9 @@ def _model(size: Mapping[str, Any]) -> Transformer:
     return FAMILIES[size["family"]](**sizes)
 
 
-def _run(key: str, source: Mapping[str, Any], written: Mapping[str, Any]) -> Run:
+def _run(key: str, written: Mapping[str, Any]) -> Run:
     """Make a run of the source with this key. A run's options stand beside its other fields."""
     known = {each.name for each in fields(Run)}
     options = {name: value for name, value in written.items() if name not in known}
     own = {name: value for name, value in written.items() if name in known}
-    usual = {"use": use_of(key), "kind": source["kind"]}
-    return Run(**{**usual, **own, "source": key, "options": options})
+    return Run(**{"use": use_of(key), **own, "source": key, "options": options})

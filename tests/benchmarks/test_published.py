@@ -84,6 +84,14 @@ def test_a_program_is_of_the_first_kind_that_its_source_says_of_it() -> None:
     assert all(run.options.get("compiled") for run in RUNS if run.kind == "compiled")
 
 
+def test_the_sources_that_were_added_last_are_of_2025_and_2026() -> None:
+    new = {name: source for name, source in published().sources.items() if source.added}
+    assert len(new) >= 12
+    assert all(source.title[-4:] in ("2025", "2026") for source in new.values())
+    assert {source.kind for source in new.values()} == set(KINDS) - {"hand-written"}
+    assert not FIRST & new.keys()
+
+
 def test_one_source_is_for_fitting_times_and_one_for_fitting_memory() -> None:
     """The first rule, in code: a run cannot change sides without this test."""
     for run in [run for run in RUNS if run.source in FIRST]:

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from zero_ref.simulator.cluster import cluster
-from zero_ref.simulator.spread import MEMORY, TIME, Spread, around, fits, four_cases, spread_of
+from zero_ref.simulator.spread import (
+    MEMORY,
+    TIME,
+    Spread,
+    around,
+    fits,
+    four_cases,
+    spread_of,
+    spread_of_kind,
+)
 
 
 def test_a_source_counts_once_however_many_runs_it_has() -> None:
@@ -23,6 +32,16 @@ def test_an_interval_holds_its_share(ratios: dict[str, list[float]]) -> None:
     spread = spread_of(ratios)
     held = [sum(spread.low <= one <= spread.high for one in some) / len(some) for some in ratios.values()]
     assert sum(held) / len(held) >= 0.8 - 1e-9
+
+
+def test_a_kind_of_few_sources_takes_those_of_all_kinds() -> None:
+    four = {name: [ratio] for name, ratio in zip("abcd", (0.9, 1.0, 1.1, 1.2), strict=True)}
+    few = {"e": [2.0], "a": [3.0]}  # one source may have programs of two kinds
+    assert spread_of_kind({"pytorch": four, "vendor": few}, "pytorch") == Spread(0.9, 1.2)
+    assert spread_of_kind({"pytorch": four, "vendor": few}, "vendor") == Spread(0.9, 3.0)
+    three = dict(list(four.items())[1:])
+    assert spread_of_kind({"pytorch": three, "vendor": few}, "pytorch") == Spread(1.0, 3.0)
+    assert spread_of_kind({"pytorch": four}, "hand-written") == Spread(0.9, 1.2)
 
 
 def test_an_interval_is_asked_of_what_there_is() -> None:

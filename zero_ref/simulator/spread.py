@@ -82,6 +82,34 @@ def spread_of(ratios: Mapping[str, Sequence[float]], share: float = SHARE) -> Sp
     return Spread(_first_beyond(weighted, outside), _first_beyond(weighted[::-1], outside))
 
 
+def spread_of_kind(
+    ratios: Mapping[str, Mapping[str, Sequence[float]]], kind: str, share: float = SHARE
+) -> Spread:
+    """The interval of one kind of program.
+
+    It is made from the sources of this kind, if they are enough: not even the whole range of n sources is
+    expected to hold more than n / (n + 1) of one more. With fewer it is made from those of all kinds.
+
+    >>> ratios = {"pytorch": {"one": [0.9], "two": [1.0]}, "vendor": {"three": [1.2]}}
+    >>> spread_of_kind(ratios, "pytorch", share=0.6), spread_of_kind(ratios, "vendor", share=0.6)
+    (Spread(low=0.9, high=1.0), Spread(low=0.9, high=1.2))
+
+    Args:
+        ratios: by kind and source, published over predicted.
+        kind: of KINDS.
+    Raises:
+        ValueError: as `spread_of`.
+    """
+    own = {source: some for source, some in ratios.get(kind, {}).items() if some}
+    if len(own) >= share * (len(own) + 1):
+        return spread_of(own, share)
+    every: dict[str, list[float]] = {}
+    for of_kind in ratios.values():
+        for source, some in of_kind.items():
+            every.setdefault(source, []).extend(some)
+    return spread_of(every, share)
+
+
 def _first_beyond(weighted: Sequence[tuple[float, float]], outside: float) -> float:
     """The ratio before which no more than this weight lies."""
     passed = 0.0
