@@ -16,7 +16,13 @@ from typing import NamedTuple
 
 from benchmarks.published import Run, published
 from benchmarks.tables import aligned
-from zero_ref.simulator.spread import MEMORY, TIME, Spread, spread_of
+from zero_ref.simulator.spread import (
+    KINDS,
+    Spread,
+    interval_of_memory,
+    interval_of_time,
+    spread_of_kind,
+)
 
 FIGURES = ("time", "memory")
 
@@ -53,6 +59,11 @@ class Compared:
     def error(self) -> float:
         """Predicted minus published, as a share of what was published: of the time or of the memory."""
         return 1 / self.ratio - 1
+
+    @property
+    def new(self) -> bool:
+        """Say whether the source was added after kinds were fixed, and before it was predicted."""
+        return published().sources[self.run.source].added is not None
 
     @property
     def tested(self) -> bool:
@@ -135,17 +146,22 @@ class Validation:
             one for one in self.compared if one.figure == figure and (tested is None or one.tested is tested)
         ]
 
-    def spread(self, figure: str, *, without: str | None = None) -> Spread:
-        """Give the interval that the tested figures imply, `without` those of one source."""
-        ratios: dict[str, list[float]] = {}
+    def spread(self, figure: str, kind: str, *, around: Compared | None = None) -> Spread:
+        """Give the interval of a kind of program that the tested figures imply.
+
+        Args:
+            around: a figure that is to be judged. Figures of its own source are left out, and, if the source
+                was added later, those of all that were.
+        """
+        ratios: dict[str, dict[str, list[float]]] = {}
         for one in self.of(figure):
-            if one.run.source != without:
-                ratios.setdefault(one.run.source, []).append(one.ratio)
-        return spread_of(ratios)
+            if around is None or not (one.run.source == around.run.source or (around.new and one.new)):
+                ratios.setdefault(one.run.kind, {}).setdefault(one.run.source, []).append(one.ratio)
+        return spread_of_kind(ratios, kind)
 
     def interval(self, one: Compared) -> tuple[float, float]:
-        """Give the interval around a prediction, in its unit, from the figures of all other sources."""
-        low, high = self.spread(one.figure, without=one.run.source).around(1.0)
+        """Give the interval around a prediction, in its unit, from the figures of other sources."""
+        low, high = self.spread(one.figure, one.run.kind, around=one).around(1.0)
         factors = (1 / high, 1 / low) if one.figure == "time" else (low, high)
         return one.predicted * factors[0], one.predicted * factors[1]
 
@@ -177,12 +193,14 @@ def verdicts() -> list[tuple[Run, bool | None]]:
 
 
 def summaries(some: Sequence[Compared]) -> list[tuple[str, Summary]]:
-    """Summarize the tested figures among these by source, then all tested ones, then the fitted ones."""
+    """Summarize these figures: the tested ones of new sources and of others, by kind, and the fitted ones."""
     tested = [one for one in some if one.tested]
-    by_source: dict[str, list[Compared]] = {}
-    for one in tested:
-        by_source.setdefault(one.run.source, []).append(one)
-    groups = [*by_source.items(), ("all tested", tested), ("fitted", [one for one in some if not one.tested])]
+    groups: list[tuple[str, list[Compared]]] = []
+    for age, new in {"new": True, "others": False}.items():
+        of_age = [one for one in tested if one.new is new]
+        groups += [(f"{age}, {kind}", [one for one in of_age if one.run.kind == kind]) for kind in KINDS]
+        groups.append((f"{age}, all", of_age))
+    groups += [("all", tested), ("fitted", [one for one in some if not one.tested])]
     return [(label, validate().summary(group)) for label, group in groups if group]
 
 
@@ -199,16 +217,18 @@ def shown(value: float) -> str:
 
 
 def sources(_folder: Path) -> Iterator[str]:
-    """List each source, how many runs it has, what they are used for, and what was read."""
+    """List each source with its runs and what they are used for, and in a fold what was read of it."""
     data = published()
     rows = []
     for name, source in data.sources.items():
         runs = [run for run in data.runs if run.source == name]
-        use = sorted({run.use.replace("test", "") for run in runs} - {""})
-        rows.append([f"`{name}`", str(len(runs)), ", ".join(use), f"[{source.title}]({source.url})"])
-    yield aligned(["source", "runs", "used to", "published in"], rows)
-    for name, source in data.sources.items():
-        yield f"- `{name}`: {source.read}"
+        use = ", ".join(sorted({run.use.replace("test", "") for run in runs} - {""}))
+        kinds, added = ", ".join(sorted({run.kind for run in runs})), source.added or ""
+        rows.append([f"`{name}`", str(len(runs)), kinds, use, added, f"[{source.title}]({source.url})"])
+    yield aligned(["source", "runs", "programs", "used to", "added", "published in"], rows)
+    yield from ("", "```{admonition} What was read of each source", ":class: dropdown")
+    yield from (f"- `{name}`: {source.read}" for name, source in data.sources.items())
+    yield "```"
 
 
 def figures(_folder: Path, figure: str) -> Iterator[str]:
@@ -219,12 +239,14 @@ def figures(_folder: Path, figure: str) -> Iterator[str]:
         low, high = result.interval(one)
         notes = {
             "fitted": not one.tested,
+            "new": one.new,
             "supposed": bool(published().supposed(one.run)),
             "outside": not result.inside(one),
         }
         rows.append(
             [
                 f"`{one.run.id}`",
+                one.run.kind,
                 ", ".join(note for note, applies in notes.items() if applies),
                 shown(one.published),
                 shown(one.predicted),
@@ -232,24 +254,47 @@ def figures(_folder: Path, figure: str) -> Iterator[str]:
                 f"{one.error:+.0%}",
             ]
         )
-    yield aligned(["run", "", "reported", "predicted", "interval", "error"], rows)
+    yield aligned(["run", "program", "", "reported", "predicted", "interval", "error"], rows)
 
 
 def summary(_folder: Path, figure: str) -> Iterator[str]:
-    """Show medians, worst errors and the share inside, by source."""
+    """Show medians, worst errors and the share inside, by age of the source and kind of program."""
+    every = validate().of(figure, tested=None)
     rows = [
         [label, str(each.count), *map(_percent, (each.median_error, each.worst_error, each.inside))]
-        for label, each in summaries(validate().of(figure, tested=None))
+        for label, each in summaries(every)
     ]
-    yield aligned(["source", "figures", "median error", "worst", "inside"], rows)
+    yield aligned(["sources, kind", "figures", "median error", "worst", "inside"], rows)
 
 
 def intervals(_folder: Path) -> Iterator[str]:
-    """Show the factors around a prediction."""
-    both = (("of time", TIME), ("of memory", MEMORY))
-    yield aligned(
-        ["prediction", "times", "to"], [[what, f"{one.low:.2f}", f"{one.high:.2f}"] for what, one in both]
-    )
+    """Show the factors around a prediction, by kind of program, and what the kind means."""
+    rows = []
+    for kind, meaning in KINDS.items():
+        of_kind = (interval_of_time(kind), interval_of_memory(kind))
+        rows.append([f"`{kind}`", *(f"{one.low:.2f} to {one.high:.2f}" for one in of_kind), meaning])
+    yield aligned(["program", "time", "memory", "what it is"], rows)
+
+
+WORST = {"time": 0.30, "memory": 0.15}
+"""Errors of tested figures above these are listed with their causes, and so are figures outside."""
+
+
+def missed() -> dict[str, list[str]]:
+    """List the runs with a tested figure that is outside its interval or far off, by the cause."""
+    runs: dict[str, list[str]] = {}
+    for figure in FIGURES:
+        for one in validate().of(figure):
+            if abs(one.error) > WORST[figure] or not validate().inside(one):
+                cause = one.run.cause or published().sources[one.run.source].cause
+                runs.setdefault(cause, []).append(one.run.id)
+    return runs
+
+
+def causes(_folder: Path) -> Iterator[str]:
+    """Show these runs with the cause of each."""
+    for cause, runs in missed().items():
+        yield f"- {', '.join(f'`{name}`' for name in dict.fromkeys(runs))}: {cause}"
 
 
 def fitting(_folder: Path) -> Iterator[str]:
@@ -268,7 +313,7 @@ def _percent(share: float) -> str:
 
 
 VIEWS: dict[str, Callable[..., Iterator[str]]] = {
-    f"validation_{view.__name__}": view for view in (sources, figures, summary, intervals, fitting)
+    f"validation_{view.__name__}": view for view in (sources, figures, summary, intervals, causes, fitting)
 }
 
 
@@ -277,8 +322,9 @@ def main() -> None:
     here = Path()
     tables: list[tuple[str, Iterable[str]]] = [("the runs", sources(here))]
     for figure in FIGURES:
-        tables += [(figure, figures(here, figure)), (f"{figure}, by source", summary(here, figure))]
-    tables += [("intervals", intervals(here)), ("does it fit?", fitting(here))]
+        tables += [(figure, figures(here, figure)), (f"{figure}, by kind", summary(here, figure))]
+    last = {"intervals": intervals, "what is off, and why": causes, "does it fit?": fitting}
+    tables += [(title, view(here)) for title, view in last.items()]
     for title, lines in tables:
         print(f"{title}\n")
         for line in lines:

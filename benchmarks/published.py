@@ -54,6 +54,7 @@ class Source:
         commit: of the repository, where it has one.
         added: the month in which the source was entered, before any of its runs was predicted; None for the
             sources that were there before kinds were.
+        cause: why figures of the source are off, where they are.
     """
 
     title: str
@@ -62,6 +63,7 @@ class Source:
     read: str
     commit: str | None = None
     added: str | None = None
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class Run:
             libraries of a program without such an allocator.
         ran: False for a run that ended out of memory.
         supposed: what the source does not say of this run, beside what it does not say of the machines.
+        cause: why its figures are off, where that is not the source's cause.
     """
 
     id: str
@@ -155,6 +158,7 @@ class Run:
     ran: bool = True
     supposed: tuple[str, ...] = ()
     note: str = ""
+    cause: str = ""
 
     @property
     def tokens(self) -> int:
@@ -227,6 +231,7 @@ class Published:
             sequence=run.sequence,
             accumulation=run.accumulation,
             checkpointing=run.checkpointing,
+            program=run.kind,
             **run.options,
         )
 

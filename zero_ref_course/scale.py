@@ -142,6 +142,7 @@ def _narayanan(ranks: int, batch: int, tflops: float) -> KnownRun:
         sequence=2048,
         dtype="float16",
         checkpointing="full",
+        program="deepspeed",
     )
     return KnownRun(run, tflops * 1e12 / OPERATIONS_OF_TOKEN)
 

@@ -24,6 +24,7 @@ from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.operations import shared_out
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import Scenario
+from zero_ref.simulator.spread import KINDS, interval_of_memory, interval_of_time
 from zero_ref.simulator.trace import timelines_of
 
 SIMULATE = ["simulate", "--model", "gpt2", "--ranks", "8"]
@@ -260,6 +261,21 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         if row.split() and row.split()[0] in ("forward", "gather", "step")
     ]
     assert order == ["forward", "gather", "step"]
+
+
+def test_each_prediction_has_the_interval_of_its_kind_of_program(capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in KINDS:
+        words = [] if kind == "pytorch" else ["--program", kind]
+        of_kind = as_json(capsys, *SIMULATE, *words)["strategies"]["zero-even"]
+        for value, interval, spread in (
+            ("iteration_ms", "iteration_interval_ms", interval_of_time(kind)),
+            ("memory_peak_bytes", "memory_peak_interval_bytes", interval_of_memory(kind)),
+        ):
+            assert of_kind[interval] == [of_kind[value] * spread.low, of_kind[value] * spread.high], kind
+    assert cli.main([*SIMULATE, "--program", "vendor"]) == 0
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"^  interval +[\d.,]+ to [\d.,]+$", printed, re.M)) == 2
+    assert "of programs of the kind vendor" in printed
 
 
 @pytest.mark.parametrize(("sequence", "beyond"), [("8192", False), ("16384", True)])

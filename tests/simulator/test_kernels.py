@@ -16,6 +16,7 @@ from zero_ref.simulator.kernels import (
     COMPILED,
     EAGER,
     RECOMPUTED,
+    VENDOR,
     Kernels,
     Pass,
     Product,
@@ -74,7 +75,39 @@ def test_a_pass_takes_the_time_of_its_kernels() -> None:
     assert made.parts_ms(PLAIN) == {"matrix products": 0.0088, "attention": 10.0, "memory": 3.0}
     assert made.ms(PLAIN) == pytest.approx(13.0088)
     slow = replace(PLAIN, product_passes=3)
-    assert made.parts_ms(slow)["matrix products"] == pytest.approx(24_000 / 1e9 + 3 * 0.0088)
+    # Thin products are limited by their bytes, which are not moved three times for that.
+    assert made.parts_ms(slow)["matrix products"] == pytest.approx(0.0088 + 3 * 24_000 / 1e9)
+    large = Product(3000, 3000, 3000)  # 54 ms of operations, 54 MB in 54 ms at 10^6 bytes a millisecond
+    twice = replace(slow, tflops=0.5)
+    assert twice.product_ms(large.flops, large.nbytes(2)) == pytest.approx(108 + 3 * 54)
+
+
+def test_kernels_of_a_vendor_are_one_for_each_norm_rotation_and_gate() -> None:
+    less = [
+        eager - vendor
+        for eager, vendor in zip(touched_by_token(LLAMA, EAGER), touched_by_token(LLAMA, VENDOR), strict=True)
+    ]
+    heads = 8 * (8 + 2)
+    forward = 64 * 2 * (36 - 4) + heads * (20 - 4) + 160 * (10 - 6)
+    backward = 64 * 2 * (72 - 6) + heads * (20 - 4) + 160 * (18 - 10)
+    assert less == [forward, backward]
+    compiled, both = (kernels(LLAMA, 2, 16, compiled=True, vendor=vendor) for vendor in (False, True))
+    assert compiled == both
+
+
+def test_kernels_of_a_vendor_cast_each_operand_to_fp8_once() -> None:
+    plain, fp8 = (kernels(LLAMA, 2, 16, vendor=True, fp8=fp8) for fp8 in (False, True))
+    inputs = 3 * 32 * (3 * 64 + 64 + 2 * 64 + 160)  # queries, keys, values; the projection; the gated MLP
+    results = 3 * 32 * (64 + 2 * 16 + 64 + 2 * 160 + 64)
+    assert fp8.forward.touched_bytes - plain.forward.touched_bytes == 2 * inputs
+    assert fp8.backward.touched_bytes - plain.backward.touched_bytes == 4 * results
+
+
+def test_attention_of_a_vendor_is_faster_where_it_was_written_for_the_gpu() -> None:
+    for name, share in (("h100-ib", 0.54), ("a100-ib", 0.60)):
+        scenario = Scenario(LLAMA, cluster(name), 1, vendor_kernels=True)
+        assert scenario.machine.device.attention_reached == share
+    assert Scenario(LLAMA, cluster("h100-ib"), 1).machine.device.attention_reached == 0.34
 
 
 def test_what_a_token_touches_in_a_block_of_llama() -> None:

@@ -9,12 +9,16 @@ from hypothesis import given, strategies as st
 
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.spread import (
+    KINDS,
     MEMORY,
+    OTHERS,
     TIME,
     Spread,
     around,
     fits,
     four_cases,
+    interval_of_memory,
+    interval_of_time,
     spread_of,
     spread_of_kind,
 )
@@ -59,6 +63,15 @@ def test_what_fits_follows_from_the_memory_of_published_runs() -> None:
     assert fits(80e9 / MEMORY.high * 1.001, 80e9) is None
     assert fits(80e9 / MEMORY.low * 1.001, 80e9) is False
     assert around(100.0) == (100 * TIME.low, 100 * TIME.high)
+
+
+def test_every_kind_has_intervals_and_no_other_name() -> None:
+    assert {"pytorch", *OTHERS} == set(KINDS)
+    assert around(100.0, "deepspeed")[1] == 100 * interval_of_time("deepspeed").high
+    assert fits(80e9 / interval_of_memory("deepspeed").high * 1.001, 80e9, "deepspeed") is None
+    for interval in (interval_of_time, interval_of_memory):
+        with pytest.raises(ValueError, match="kind of program"):
+            interval("megatron")
 
 
 def test_in_four_cases_computing_and_sending_take_either_end_of_their_time() -> None:

@@ -129,7 +129,7 @@ def _run_as_json(run: SimulatedRun, bill: Bill | None) -> dict[str, Any]:
         "memory_allocated_bytes": run.memory.allocated_bytes,
         "memory_reserved_bytes": run.memory.reserved_bytes,
         "memory_peak_bytes": run.peak_bytes,
-        "memory_peak_interval_bytes": list(spread.MEMORY.around(run.peak_bytes)),
+        "memory_peak_interval_bytes": list(run.memory_interval),
         "memory_peak_phase": run.memory.phase,
         "memory_peak_items_bytes": dict(run.memory.peak_items),
         "memory_peak_bytes_of_rank": [memory.peak_bytes for memory in run.memories],
@@ -138,7 +138,7 @@ def _run_as_json(run: SimulatedRun, bill: Bill | None) -> dict[str, Any]:
         "sent_bytes_per_rank": run.sent_bytes,
         "calls": run.calls,
         "iteration_ms": run.iteration_ms,
-        "iteration_interval_ms": list(spread.around(run.iteration_ms)),
+        "iteration_interval_ms": list(run.time_interval),
         "exposed_communication_ms": run.exposed_ms,
         "idle_ms": run.idle_ms,
         "critical_path_ms": dict(run.what_if.critical_ms),
@@ -147,8 +147,14 @@ def _run_as_json(run: SimulatedRun, bill: Bill | None) -> dict[str, Any]:
         "tokens_per_second": run.tokens_per_second,
         "model_flops_utilisation": run.utilisation,
         "model_flops_utilisation_counts": MFU_COUNTS,
-        **({} if bill is None else bill.values(run.tokens_per_second, run.schedule.world_size)),
+        **_bill_as_json(run, bill),
     }
+
+
+def _bill_as_json(run: SimulatedRun, bill: Bill | None) -> dict[str, Any]:
+    if bill is None:
+        return {}
+    return bill.values(run.tokens_per_second, run.schedule.world_size, run.scenario.program)
 
 
 def print_runs(
@@ -265,6 +271,7 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
                 "supposed: beside 32-bit masters gradients are converted into a 32-bit copy before the "
                 "update, but under zero-3, which keeps no others; its memory is counted and its time is not"
             )
+    yield f"four in five: of programs of the kind {scenario.program}, by runs that others published"
     if device_share := cluster.device.allocator_share:
         yield f"supposed: the allocator reserves {device_share:.0%} more than is allocated"
     if scenario.active < scenario.numel:
@@ -314,7 +321,7 @@ def _rows(runs: Sequence[SimulatedRun], bill: Bill | None) -> list[Row]:
         if any(memory.peak_items[item] >= 1e3 for memory in memories):
             rows.append(Row(f"  {item}", [_bytes(memory.peak_items[item]) for memory in memories]))
     rows.append(Row("  peak", [_bytes(memory.peak_bytes) for memory in memories], "bold"))
-    rows.append(Row("  interval", [_interval(memory.peak_bytes, spread.MEMORY, 1e9) for memory in memories]))
+    rows.append(Row("  interval", [_interval(run.memory_interval, 1e9) for run in runs]))
     rows.append(Row("  which is", [PHASES_IN_WORDS[memory.phase] for memory in memories]))
     if any(memory.host_bytes for memory in memories):
         rows.append(Row("  on the host", [_bytes(memory.host_bytes) for memory in memories]))
@@ -328,7 +335,7 @@ def _rows(runs: Sequence[SimulatedRun], bill: Bill | None) -> list[Row]:
         Row("  calls", calls),
         Row("  exposed", [_ms(run.exposed_ms) for run in runs]),
         Row("time", [_ms(run.iteration_ms) for run in runs], "bold"),
-        Row("  interval", [_interval(run.iteration_ms, spread.TIME, 1) for run in runs]),
+        Row("  interval", [_interval(run.time_interval) for run in runs]),
     ]
     spent = {label for run in runs for label in run.what_if.critical_ms}
     for label in sorted(spent, key=LABELS.index):
@@ -357,14 +364,13 @@ def _bill_rows(runs: Sequence[SimulatedRun], bill: Bill | None) -> Iterator[Row]
     yield Row(f"{short_count(bill.tokens)} tokens: days", [short(bill.days(rate)) for rate, _ in rates])
     yield Row("  GPU-hours", [short(bill.gpu_hours(*rate)) for rate in rates])
     hours = [bill.gpu_hours(*rate) for rate in rates]
-    yield Row("  interval", [_interval(one, spread.TIME, 1) for one in hours])
+    yield Row("  interval", [_interval(spread.around(one, runs[0].scenario.program)) for one in hours])
     if bill.price is not None:
         yield Row(f"  cost, at {bill.price:g}", [short(bill.price * one) for one in hours])
 
 
-def _interval(predicted: float, around: spread.Spread, unit: float) -> str:
-    low, high = (end / unit for end in around.around(predicted))
-    return f"{short(low)} to {short(high)}"
+def _interval(ends: tuple[float, float], unit: float = 1) -> str:
+    return " to ".join(short(end / unit) for end in ends)
 
 
 def _savings(run: SimulatedRun) -> str:

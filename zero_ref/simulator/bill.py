@@ -43,14 +43,16 @@ class Bill:
         """The price of these hours; None where that of an hour is not known."""
         return None if self.price is None else self.price * self.gpu_hours(tokens_per_second, ranks)
 
-    def values(self, tokens_per_second: float, ranks: int) -> dict[str, float | list[float] | None]:
+    def values(
+        self, tokens_per_second: float, ranks: int, kind: str = spread.DEFAULT
+    ) -> dict[str, float | list[float] | None]:
         """The same as values for JSON, the hours with the interval of a predicted time."""
         hours = self.gpu_hours(tokens_per_second, ranks)
         return {
             "train_tokens": self.tokens,
             "days": self.days(tokens_per_second),
             "gpu_hours": hours,
-            "gpu_hours_interval": list(spread.around(hours)),
+            "gpu_hours_interval": list(spread.around(hours, kind)),
             "cost": self.cost(tokens_per_second, ranks),
         }
 
@@ -58,7 +60,7 @@ class Bill:
         """The same in a sentence, the hours with their interval.
 
         >>> Bill(2e12).in_words(5e5, 16)
-        '2T tokens take 46.3 days, 17,778 GPU-hours (12,676 to 30,204)'
+        '2T tokens take 46.3 days, 17,778 GPU-hours (16,711 to 32,782)'
         """
         hours, cost = self.gpu_hours(tokens_per_second, ranks), self.cost(tokens_per_second, ranks)
         low, high = spread.around(hours)

@@ -29,6 +29,8 @@ class Device:
             so many times that of reading and writing its matrices once. Small products have more of them for
             each operation.
         attention_reached: the share of `tflops` that flash attention reaches; None for `reached`.
+        vendor_attention_reached: the share that attention reaches by kernels for this device alone, as those
+            of cuDNN; None where these are no faster.
         memory_reached: the share of `memory_gb_per_s` that kernels reach which are limited by it. None where
             `reached` was measured on whole training, with such kernels: they are then not priced.
         allocator_share: of what tensors take, what the allocator reserves on top.
@@ -50,6 +52,7 @@ class Device:
     update_overhead_us: float = 0.0
     product_passes: float = 0.0
     attention_reached: float | None = None
+    vendor_attention_reached: float | None = None
     memory_reached: float | None = None
     allocator_share: float = 0.0
     library_gb: float = 0.0
@@ -71,7 +74,7 @@ class Device:
                 check_number(f"{self.name}: {name}", getattr(self, name), above=True)
         for name, peak in self.peaks.items():
             check_number(f"{self.name}: the peak in {name}", peak, above=True)
-        for name in ("reached", "attention_reached", "memory_reached"):
+        for name in ("reached", "attention_reached", "vendor_attention_reached", "memory_reached"):
             share = getattr(self, name)
             if share is not None and not 0 < share <= 1:
                 raise ValueError(
@@ -122,18 +125,19 @@ class Device:
         """The milliseconds of a matrix product whose matrices have so many bytes.
 
         Large ones reach `reached` of the peak, and those with `knee` operations for each byte half of that.
-        None is faster than its bytes can be read and written once.
+        Computing takes the more time there, and moving the bytes is added `product_passes` times. Of a
+        product that is too thin, as an adapter's, moving takes the more, and computing is added so often.
 
         >>> from zero_ref.simulator.cluster import cluster
         >>> h100 = cluster("h100-ib").device
         >>> for n in (512, 2048, 8192):
         ...     print(n, round(2 * n**3 / h100.product_ms(2 * n**3, 6 * n**2) / 1e9), "TFLOPS")
-        512 140 TFLOPS
+        512 163 TFLOPS
         2048 345 TFLOPS
         8192 543 TFLOPS
         """
-        touched_ms = self.touch_ms(nbytes)
-        return max(self.compute_ms(flops) + self.product_passes * touched_ms, touched_ms)
+        times = self.compute_ms(flops), self.touch_ms(nbytes)
+        return max(times) + self.product_passes * min(times)
 
     @property
     def knee(self) -> float:

@@ -235,6 +235,18 @@ COMPILED = Costs(
 """As a compiler fuses them: neighbours read once and write once."""
 
 
+VENDOR = EAGER._replace(
+    rms_norm=(4, 6),
+    rotary=(4, 4),
+    gate=(6, 10),
+)
+"""As Megatron-LM and Transformer Engine run them: RMSNorm, rotary positions, and a gate with its product are
+one kernel each, which reads and writes once.
+
+Source: Megatron-LM's options `apply_rope_fusion` and `bias_activation_fusion`; Transformer Engine's RMSNorm.
+"""
+
+
 def touched_by_token(architecture: Transformer, costs: Costs, *, autocast: bool = False) -> Touched:
     """Bytes that a block's kernels read and write for each token, beside products and attention.
 
@@ -323,6 +335,7 @@ def kernels(
     *,
     attention: str = "fused",
     compiled: bool = False,
+    vendor: bool = False,
     fused_loss: bool = False,
     itemsize: int = 2,
     autocast: bool = False,
@@ -345,6 +358,7 @@ def kernels(
         checkpointing: one of `activations.CHECKPOINTING`: what backward computes again.
         attention: one of `activations.ATTENTION`. Unfused, it reads and writes every score several times.
         compiled: neighbouring kernels of blocks are fused.
+        vendor: what is fused is what `VENDOR` says, unless blocks are compiled or the model is traced.
         fused_loss: those of the loss are.
         itemsize: bytes of an element.
         autocast: parameters and stream are in 32 bits, and cast for each product; gradients are cast back.
@@ -354,7 +368,7 @@ def kernels(
         ValueError: `checkpointing` or `attention` is unknown.
     """
     check_name("attention", attention, ATTENTION)
-    again, costs = recomputed(checkpointing), COMPILED if compiled else EAGER
+    again, costs = recomputed(checkpointing), COMPILED if compiled else VENDOR if vendor else EAGER
     fused = attention == "fused" or isinstance(architecture, Traced)
     if isinstance(architecture, Traced):
         work = _traced(architecture, batch, sequence, itemsize, fp8=fp8, compiled=compiled)
@@ -418,7 +432,6 @@ def _tabled(
     lora: Lora | None,
 ) -> _Work:
     """Count the work of a model whose layers are spelled out."""
-    compiled = costs is COMPILED
     tokens, depth, outputs = batch * sequence, architecture.depth, architecture.vocabulary
     of_block = touched_by_token(architecture, costs, autocast=autocast)
     scale = itemsize / 2
@@ -442,7 +455,7 @@ def _tabled(
     if lora:
         adapters = _adapters(architecture, tokens, lora, costs, scale)
         others, back = others.plus(adapters.forward), back.plus(adapters.backward)
-    forward_casts, backward_casts = _casts_to_fp8(architecture, tokens, compiled) if fp8 else (0.0, 0.0)
+    forward_casts, backward_casts = _casts_to_fp8(architecture, tokens, costs) if fp8 else (0.0, 0.0)
     product = Product(tokens, architecture.width, outputs, float(outputs > 0))
     in_head, of_loss = (
         scale * tokens * outputs * nbytes for nbytes in (COMPILED if fused_loss else EAGER).logits
@@ -533,23 +546,29 @@ def _adapters(architecture: Transformer, tokens: int, lora: Lora, costs: Costs, 
     return _Adapters(made, made.times(2, touched=0).touching(backward))
 
 
-def _casts_to_fp8(architecture: Transformer, tokens: int, compiled: bool) -> tuple[float, float]:
+def _casts_to_fp8(architecture: Transformer, tokens: int, costs: Costs) -> tuple[float, float]:
     """Bytes that casts to FP8 read and write in forward and in backward of all blocks.
 
     Each of the three products of a weight casts its two operands: input and weight; gradient and weight;
     gradient and input. A cast reads an operand for its largest element, which a compiler does where the
-    operand is made, and again to write it.
+    operand is made, and again to write it. Vendors' kernels cast an input where it is made, and a gradient
+    after it, and write both twice, once transposed. They cast a weight once for all passes of an update.
 
     Source: torchao's float8 with dynamic scales (torchao/float8/float8_linear.py), which keeps operands as
-    they are and casts them anew in backward.
+    they are and casts them anew in backward; Transformer Engine's `Linear` and `LayerNormLinear`.
     """
-    of_operand, forward, backward = 3 if compiled else 5, 0, 0
+    forward = backward = 0
     for layer in architecture.layers:
         for one in layer.products:
-            rows, weight = _rows(one, tokens), one.inputs * one.outputs
-            forward += layer.number * one.copies * (rows * one.inputs + weight)
-            backward += layer.number * one.copies * (rows * (one.inputs + 2 * one.outputs) + weight)
-    return of_operand * forward, of_operand * backward
+            rows, times = _rows(one, tokens), one.copies * layer.number
+            inputs, outputs, weight = rows * one.inputs, rows * one.outputs, one.inputs * one.outputs
+            if costs is VENDOR:
+                forward, backward = forward + 2 * times * inputs, backward + 4 * times * outputs
+            else:
+                of_operand = times * (3 if costs is COMPILED else 5)
+                forward += of_operand * (inputs + weight)
+                backward += of_operand * (inputs + 2 * outputs + weight)
+    return forward, backward
 
 
 def _products(

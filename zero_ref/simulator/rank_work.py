@@ -40,6 +40,8 @@ class RankWork(Training):
         494.5
         """
         device = self.cluster.device.in_dtype("tf32" if self.tf32 else self.computed_in)
+        if self.vendor_kernels and device.vendor_attention_reached is not None:
+            device = replace(device, attention_reached=device.vendor_attention_reached)
         return self.cluster if device is self.cluster.device else replace(self.cluster, device=device)
 
     @property
@@ -177,6 +179,7 @@ class RankWork(Training):
             self.checkpointing,
             attention=self.attention,
             compiled=self.compiled,
+            vendor=self.vendor_kernels,
             fused_loss=self.fused_loss,
             itemsize=DTYPES[self.computed_in],
             autocast=self.autocast is not None,

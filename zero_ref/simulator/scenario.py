@@ -27,7 +27,7 @@ from zero_ref.simulator.rank_work import RankWork
 from zero_ref.simulator.recipe import LOCAL_SGD, RECIPES, Recipe, recipe
 from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
-from zero_ref.simulator.spread import fits
+from zero_ref.simulator.spread import around, fits, interval_of_memory
 from zero_ref.simulator.timeline import Timeline
 from zero_ref.simulator.training import DTYPES
 
@@ -382,11 +382,20 @@ class SimulatedRun:
     def fits(self) -> bool | None:
         """Whether the device's memory is enough for the fullest rank; None where that is undecided.
 
-        It is undecided where the interval around the prediction (`spread.MEMORY`) has the device's memory in
-        it, and where that is not known.
+        It is undecided where `memory_interval` has the device's memory in it, and where that is not known.
         """
-        device = self.scenario.cluster.device
-        return None if device.memory_gb is None else fits(self.peak_bytes, device.memory_gb * 1e9)
+        memory_gb, kind = self.scenario.cluster.device.memory_gb, self.scenario.program
+        return None if memory_gb is None else fits(self.peak_bytes, memory_gb * 1e9, kind)
+
+    @property
+    def memory_interval(self) -> tuple[float, float]:
+        """Bytes between which the real peak of four of five programs is expected."""
+        return interval_of_memory(self.scenario.program).around(self.peak_bytes)
+
+    @property
+    def time_interval(self) -> tuple[float, float]:
+        """Milliseconds between which the real iteration of four of five programs is expected."""
+        return around(self.iteration_ms, self.scenario.program)
 
     @property
     def sent_bytes(self) -> float:

@@ -105,12 +105,12 @@ class Candidate:
     @property
     def memory_interval(self) -> tuple[float, float]:
         """Bytes between which the real memory is expected."""
-        return spread.MEMORY.around(self.peak_bytes)
+        return spread.interval_of_memory(self.scenario.program).around(self.peak_bytes)
 
     @property
     def rate_interval(self) -> tuple[float, float]:
         """Tokens a second between which the real rate is expected."""
-        low, high = spread.around(1.0)
+        low, high = spread.around(1.0, self.scenario.program)
         return self.tokens_per_second / high, self.tokens_per_second / low
 
 
@@ -357,7 +357,7 @@ class _Planned:
         device = scenario.machine.device
         fits = None
         if device.memory_gb is not None:
-            fits = spread.fits(memory.peak_bytes, device.memory_gb * 1e9)
+            fits = spread.fits(memory.peak_bytes, device.memory_gb * 1e9, scenario.program)
         ms = None if fits is False else self.update_ms(scenario)
         return Candidate(scenario, self.strategy, memory, fits, ms)
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.cluster import Cluster
 
 SHARE = 0.8
@@ -25,6 +26,9 @@ KINDS = {
     "pytorch": "PyTorch, eager or with compiled blocks, with kernels of libraries among the operations",
 }
 """The kinds of programs. A program is of the first of them that its source says of it."""
+
+DEFAULT = "pytorch"
+"""The kind of a program of which nothing is said."""
 
 
 @dataclass(frozen=True)
@@ -120,28 +124,59 @@ def _first_beyond(weighted: Sequence[tuple[float, float]], outside: float) -> fl
     return weighted[-1][0]
 
 
-TIME = Spread(0.713, 1.699)
-"""The interval of a predicted time."""
+TIME = Spread(0.940, 1.844)
+"""The interval of the predicted time of a program of the kind "pytorch"."""
 
-MEMORY = Spread(0.812, 1.202)
-"""The interval of the predicted memory of a GPU."""
+MEMORY = Spread(0.954, 1.202)
+"""The interval of the predicted memory of a GPU under such a program."""
+
+OTHERS: dict[str, tuple[Spread, Spread]] = {
+    "deepspeed": (Spread(0.883, 9.478), Spread(0.961, 1.796)),
+    "hand-written": (Spread(0.779, 1.925), Spread(0.891, 1.248)),
+    "vendor": (Spread(0.779, 1.925), Spread(0.891, 1.248)),
+    "compiled": (Spread(0.702, 1.235), Spread(0.966, 1.248)),
+}
+"""The intervals of time and memory under programs of the other kinds.
+
+Source of all of them: the published runs of benchmarks/published_runs that nothing was fitted to.
+"""
 
 
-def around(ms: float) -> tuple[float, float]:
-    """The interval around a predicted time.
+def interval_of_time(kind: str = DEFAULT) -> Spread:
+    """The interval of a predicted time, by the kind of the program.
 
-    Source: the published runs of benchmarks/published_runs that nothing was fitted to.
+    >>> interval_of_time() == interval_of_time("pytorch") == TIME
+    True
+
+    Raises:
+        ValueError: the kind is not in KINDS.
     """
-    return TIME.around(ms)
+    check_name("kind of program", kind, KINDS)
+    return TIME if kind == DEFAULT else OTHERS[kind][0]
 
 
-def fits(nbytes: float, capacity: float) -> bool | None:
+def interval_of_memory(kind: str = DEFAULT) -> Spread:
+    """The interval of the predicted memory of a GPU, by the kind of the program.
+
+    Raises:
+        ValueError: as `interval_of_time`.
+    """
+    check_name("kind of program", kind, KINDS)
+    return MEMORY if kind == DEFAULT else OTHERS[kind][1]
+
+
+def around(ms: float, kind: str = DEFAULT) -> tuple[float, float]:
+    """The interval around a predicted time."""
+    return interval_of_time(kind).around(ms)
+
+
+def fits(nbytes: float, capacity: float, kind: str = DEFAULT) -> bool | None:
     """Whether so many predicted bytes fit in so many: None if the interval has the capacity in it.
 
     >>> fits(1e9, 80e9), fits(80e9, 80e9), fits(400e9, 80e9)
     (True, None, False)
     """
-    return MEMORY.below(nbytes, capacity)
+    return interval_of_memory(kind).below(nbytes, capacity)
 
 
 def four_cases(machine: Cluster) -> list[Cluster]:
@@ -153,7 +188,7 @@ def four_cases(machine: Cluster) -> list[Cluster]:
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> [(round(one.device.tflops), round(one.between.gb_per_s)) for one in four_cases(cluster("h100-ib"))]
-    [(1387, 70), (1387, 29), (582, 70), (582, 29)]
+    [(1052, 53), (1052, 27), (536, 53), (536, 27)]
     """
     cases = []
     for computing, sending in product(TIME.around(1.0), repeat=2):

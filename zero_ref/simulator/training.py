@@ -18,6 +18,7 @@ from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.options import Option, check_options, explained, listed
 from zero_ref.simulator.recipe import REDUCED_IN, Recipe
 from zero_ref.simulator.schedule import MIB
+from zero_ref.simulator.spread import DEFAULT, KINDS
 from zero_ref.simulator.traced import Traced
 from zero_ref.simulator.updates import UPDATES, update_kernels
 
@@ -109,6 +110,15 @@ class Training:
         explained(UPDATES) + " (default: %(default)s)", metavar="HOW", choices=UPDATES,
     )] = "fused"
     compiled: Annotated[bool, Option("blocks are compiled: fewer passes over memory, less is kept")] = False
+    program: Annotated[str, Option(
+        "the kind of program, by which the intervals of predictions differ: " + explained(KINDS)
+        + " (default: %(default)s)",
+        metavar="KIND", choices=KINDS,
+    )] = DEFAULT
+    vendor_kernels: Annotated[bool, Option(
+        "norms, rotary positions and gates are one kernel each, and attention is written for the GPU, as in "
+        "Transformer Engine and Megatron-LM",
+    )] = False
     fused_loss: Annotated[bool, Option(
         "the cross-entropy is one kernel, which keeps no copy of the logits in 32 bits",
     )] = False
