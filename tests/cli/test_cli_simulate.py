@@ -181,6 +181,23 @@ def test_a_configuration_in_place_of_a_preset(capsys: pytest.CaptureFixture[str]
     assert printed["sequence"] == 8192, "not the 131,072 of its context"
 
 
+def test_without_transformers_few_models_are_read_and_the_others_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    words = ["simulate", "--config", str(path), "--ranks", "2", "--sequence", "64"]
+    traced = as_json(capsys, *words)
+    monkeypatch.setattr("zero_ref.cli.simulate.find_spec", lambda name: None)
+    read = as_json(capsys, *words)
+    assert read["elements"] == traced["elements"]
+    # A norm of transformers keeps its input in 32 bits too, and its result before the weight.
+    kept = [one["strategies"]["zero-even"]["memory_bytes"] for one in (traced, read)]
+    assert kept[0]["activations"] > kept[1]["activations"]
+    path.write_text(json.dumps(LLAMA | {"model_type": "gemma2"}))
+    assert 'install it (pip install "zero_ref[models]")' in refused(capsys, words)
+
+
 def test_weights_of_few_bits_can_be_trained_as_if_they_were_of_16(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
