@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.memory import MemorySettings, average_memory
-from zero_ref.simulator.models import Llama
+from zero_ref.simulator.models import MODELS, Llama
 from zero_ref.simulator.peak import PHASES, with_peak
 from zero_ref.simulator.scenario import Scenario
 
@@ -289,6 +289,23 @@ def test_logits_that_the_caller_keeps_are_there_until_backward_ends(place: str) 
     for phase in ("forward", "step"):
         assert kept.phase_bytes[phase] == usual.phase_bytes[phase]
     agrees(step)
+
+
+def test_at_two_ranks_stage_3_reserves_more_than_stage_2_and_has_less_in_tensors() -> None:
+    # FSDP2 makes the shards in a stream of their own: what is free there is not free for activations.
+    half = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 2, 4, sequence=4096, checkpointing="full")
+    half = replace(half, masters=False)
+    stage_2, stage_3 = (half.run(strategy).memory for strategy in ("zero-2", "zero-3"))
+    assert stage_3.allocated_bytes < stage_2.allocated_bytes
+    assert stage_3.reserved_bytes > stage_2.reserved_bytes
+    shards = half.numel * 2 // 2
+    root = 2 * 2 * 128_256 * 4096  # embedding and head
+    share = half.cluster.device.allocator_share
+    in_other_streams = stage_3.reserved_bytes / (1 + share) - stage_3.allocated_bytes
+    assert in_other_streams == pytest.approx(shards + root, rel=1e-3)  # rounded, and one norm more
+    four = replace(half, world_size=4)
+    stage_2, stage_3 = (four.run(strategy).memory for strategy in ("zero-2", "zero-3"))
+    assert stage_3.reserved_bytes < stage_2.reserved_bytes
 
 
 @pytest.mark.thorough

@@ -146,11 +146,30 @@ CLUSTERS_OF_CASES = ("h100-ib", "a100-ethernet", "rtx4090-10gbe")
 BATCHES = ((1, 1), (4, 1), (16, 1), (1, 8), (4, 8))
 
 DIFFERS: dict[Case, float] = {
-    # Two workstations on a slow network, and several passes: the hybrid under no_sync, which is not advised.
+    # Few nodes on a slow network, and several passes: the hybrid under no_sync, which is not advised.
+    ("gpt2", "rtx4090-10gbe", 8, 4, 8): 0.13,
     ("gpt2-xl", "rtx4090-10gbe", 8, 4, 8): 0.2,
+    ("gpt2-xl", "rtx4090-10gbe", 16, 4, 8): 0.06,
+    # 128 nodes on a slow network: a share passes all of them, and latency decides.
+    ("gpt2", "rtx4090-10gbe", 512, 4, 1): 0.14,
+    ("gpt2", "rtx4090-10gbe", 512, 16, 1): 0.12,
+    ("gpt2-xl", "rtx4090-10gbe", 512, 4, 1): 0.07,
 }
 """The cases whose pass is not short and in which the advice takes more than ALIKE longer than the fastest
 way, and by how much."""
+
+
+AT_THE_EDGE: dict[Case, list[str]] = {
+    # Two nodes: the hybrid is 0.5% slower, and 10.6% leaner.
+    ("gpt2-xl", "a100-ethernet", 16, 4, 8): ["hybrid"],
+    # Blocks are computed again, so backward hides reductions with fewer tokens than the rule asks for.
+    ("gpt2-xl", "a100-ethernet", 512, 4, 8): ["stage 2", "hybrid"],
+    # 128 nodes on a slow network: a share passes all of them, and latency decides.
+    ("gpt2-xl", "rtx4090-10gbe", 512, 4, 1): ["stage 2"],
+    # A pass has 2,048 tokens, and 2,215 would hide all gathers.
+    ("llama3-8b", "h100-ib", 512, 1, 1): ["stage 3"],
+}
+"""The cases in which other ways are no slower, to a hundredth, and need a tenth less memory, and these."""
 
 
 def cases(models: tuple[str, ...], ranks: tuple[int, ...]) -> list[Case]:
@@ -182,7 +201,7 @@ def dominating(found: Compared) -> dict[str, SimulatedRun]:
 
 
 def assert_of(some: list[Case]) -> None:
-    """No advice is dominated, and none is far behind but where it is listed.
+    """No advice is dominated, and none is far behind, but where it is listed.
 
     Left out are short passes, for which the simulator counts too little, and DDP where all that another way
     frees is less than LITTLE of the device's memory: there the simplest way is advised.
@@ -191,10 +210,12 @@ def assert_of(some: list[Case]) -> None:
     for case in some:
         found = compared_in(case)
         if found.behind is None or found.block_ms < SHORT_BLOCK_MS:
-            assert found.advice.name in ("DDP", "stage 1", "stage 2", "stage 2, no_sync", "hybrid", BEYOND)
+            assert found.advice.name != "stage 3" or not {"DDP", "stage 1"} & set(found.fitting)
             continue
         if found.freed_by_dividing > LITTLE:
-            assert not dominating(found), f"{case}: {found.advice.name}"
+            assert sorted(dominating(found)) == sorted(AT_THE_EDGE.get(case, [])), (
+                f"{case}: {found.advice.name}"
+            )
         if found.behind > ALIKE:
             off[case] = round(found.behind, 2)
     assert off == {case: by for case, by in DIFFERS.items() if case in some}
@@ -202,6 +223,13 @@ def assert_of(some: list[Case]) -> None:
 
 def test_no_other_way_is_as_fast_with_less_memory_or_much_faster() -> None:
     assert_of([case for case in cases(("gpt2-xl", "llama3-8b"), (8, 64)) if case[3:] in ((1, 1), (4, 8))])
+
+
+@pytest.mark.thorough
+def test_so_it_is_in_300_cases() -> None:
+    some = cases(("gpt2", "gpt2-xl", "llama3-8b", "llama3-70b"), (2, 8, 16, 64, 512))
+    assert len(some) == 300
+    assert_of(some)
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 64])

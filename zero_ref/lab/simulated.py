@@ -274,6 +274,11 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
     yield f"four in five: of programs of the kind {scenario.program}, by runs that others published"
     if device_share := cluster.device.allocator_share:
         yield f"supposed: the allocator reserves {device_share:.0%} more than is allocated"
+        if any(scenario.recipe(run.strategy).stage == 3 for run in runs):
+            yield (
+                "supposed: under stage 3 it also holds gathered parameters and shards of gradients in pools "
+                "of other streams; before it runs out it gives back what no tensor uses"
+            )
     if scenario.active < scenario.numel:
         yield "supposed: experts get as many tokens as others"
     yield "; ".join(["not counted: starting kernels, other jobs' traffic", *scenario.missing])

@@ -57,6 +57,9 @@ def with_peak(
         and gathers parameters in another, and the caching allocator gives a stream no memory of another: so
         the shards of the gradients, and one more copy of the largest gathered unit, are reserved all the time
         (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, and the caching allocator in c10).
+        At 2 ranks these shards are half of all gradients, so that stage 3 may reserve more than stage 2,
+        whose shards lie in the stream that computes. It is true of what FSDP2 reserves, and not of what it
+        needs: before the allocator runs out it gives back what no tensor uses, in the pools of all streams.
     """
     phases = _phases(params, memory, settings)
     found = replace(
