@@ -1,9 +1,4 @@
-"""Six mistakes that are neither in the museum nor in the doctor's table of causes.
-
-They were made before that table was looked at. The doctor has to find each at the right place, and may
-say that it
-does not know the cause.
-"""
+"""Six mistakes that are not in the museum. The doctor has to find each at the right place."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Hooked(doctor.Program):
         ]
 
     def refuses(self, trial):
-        return "no buffers are sent" if trial == "buffers" else None
+        return super().refuses(trial) or ("no buffers are sent" if trial == "buffers" else None)
 
 
 class RankZeros(Hooked):

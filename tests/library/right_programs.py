@@ -214,7 +214,7 @@ class Predivided(Hooked):
         root = dist.get_world_size() ** 0.5
         for param in self.everything():
             param.grad /= root
-        average(self.everything())
+        average([*self.model.parameters(), *self.added.parameters()])
         for param in self.everything():
             param.grad *= root
 

@@ -51,6 +51,8 @@ class FSDP2(Program):
             raise NotSupportedError(
                 "torch gives the state of parameters that the model has, and of no others"
             )
+        if any(not one.requires_grad and self.optimizer.state.get(one) for one in self.model.parameters()):
+            raise NotSupportedError("torch leaves out the state of parameters that are frozen at the time")
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_optimizer_state_dict(self.model, self.optimizer, options=options)
         values, buffers = self.values(), self.buffers()
