@@ -11,7 +11,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_ref import doctor
-from zero_ref.doctor.trials import MAX_NORM
 
 LR, DECAY = 0.05, 0.125
 OPTIONS = {"lr": LR, "weight_decay": DECAY}
@@ -85,17 +84,6 @@ class NoClip(Hooked):
         pass
 
 
-class ClipBeforeAverage(Hooked):
-    trial, phase = "clipping", "backward"
-
-    def end_of_backward(self):
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        super().end_of_backward()
-
-    def clip(self, max_norm):
-        pass
-
-
 class BroadcastLost(Hooked):
     trial, phase, words = "plain", "step", "they did not move"
 
@@ -119,27 +107,6 @@ class TailNeverUpdated(Hooked):
             weight.view(-1)[-3:] = before.view(-1)[-3:]
 
 
-class RateLost(Hooked):
-    trial, phase, words = "plain", "step", "has lr=0.001"
-    options = {"weight_decay": DECAY}  # noqa: RUF012
-
-
-class CountReset(Hooked):
-    trial, phase = "save and load", "step"
-
-    def load(self, folder):
-        super().load(folder)
-        for state in self.optimizer.state.values():
-            state["step"].zero_()
-
-
-class ValuesNotLoaded(Hooked):
-    trial, phase, words = "save and load", "load", "values of the start"
-
-    def set_values(self, values, buffers):
-        pass
-
-
 class NotZeroed(Hooked):
     trial, phase = "plain", "backward"
 
@@ -157,13 +124,6 @@ class NotZeroed(Hooked):
             param.grad = grad.clone() if param.grad is None else param.grad + grad
         del now
         self.before = {param: param.grad.clone() for param in self.everything()}
-
-
-class FrozenTrains(Hooked):
-    trial, phase = "frozen layer", "step"
-
-    def freeze(self, layer, frozen):
-        pass
 
 
 class DividedByUsers(Hooked):
@@ -203,24 +163,6 @@ class ExceptionCounts(Hooked):
         super().backward(loss)
         if self.interrupted is not None:
             self.interrupted.backward()
-
-
-class RoundedWhenSent(Hooked):
-    trial, phase = "plain", "step"
-
-    def step(self):
-        super().step()
-        with torch.no_grad():
-            for param in [*self.model.parameters(), *self.added.parameters()]:
-                param.copy_(param.bfloat16())
-
-
-class TwiceStepped(Hooked):
-    trial, phase = "plain", "step"
-
-    def step(self):
-        super().step()
-        super().step()
 
 
 PLANTED = tuple(kind for kind in Hooked.__subclasses__() if hasattr(kind, "trial"))
