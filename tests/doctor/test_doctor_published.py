@@ -118,5 +118,7 @@ def test_nanochats_optimizers_are_healthy_but_for_clipping_before_they_average()
     report = doctor.diagnose(
         chat, reference=plain_chat, ranks=(2, 3), batch=tokens, loss=next_token, timeout=120
     )
-    assert {one.trial for one in report.departures} == {"clipping"}
+    trials = {one.trial for one in report.departures}
+    assert "clipping" in trials
+    assert all("clipping" in trial for trial in trials), str(report)
     assert "get_future() of a reduce-scatter, send or receive" in report.given

@@ -67,7 +67,6 @@ class Shadow:
                 grad = whole.to(value.device)
             twin.grad = None if grad is None else grad.to(twin.dtype, copy=True)
             self.old.append(twin.detach().clone())
-        self.parts.clip([twin.grad for twin in self.twins if twin.grad is not None])
 
     def step(self) -> None:
         """Make the plain step."""

@@ -72,8 +72,8 @@ class Watch:
 
     Args:
         optimizer: its `step()` is watched. A sharded optimizer that lists all parameters in its groups (this
-            package's, torch's, FairScale's), a plain one of parameters that are equal on all ranks or are
-            DTensors (FSDP2), or DeepSpeed's `engine.optimizer`, with `model=engine.module`.
+            package's, torch's, FairScale's), or a plain one of parameters that are equal on all ranks or are
+            DTensors (FSDP2).
         plain: makes the plain optimizer of parameter groups; None: the class that `optimizer` shards or is.
         model: gives parameters their names in messages.
         every: ranks compare with each other and with the shadow in every so-many-th step. The shadow makes
@@ -113,7 +113,7 @@ class Watch:
             raise ValueError(f"every is {every}: give 1 to compare in each step, 2 in every second one.")
         if type(optimizer).__module__.startswith("accelerate."):
             optimizer = optimizer.optimizer  # the wrapper's step makes none while it accumulates
-        self.plain, self.parts = plain or plain_class(optimizer), parts_of(optimizer, model)
+        self.plain, self.parts = plain or plain_class(optimizer), parts_of(optimizer)
         self.every, self.steps, self.record = every, steps, None if record is None else Path(record)
         self.masters, self.tolerance = masters, tolerance
         self.findings: list[Finding] = []

@@ -44,9 +44,6 @@ class Tensors:
         """The number of elements of the whole tensor."""
         return int(param.numel())
 
-    def clip(self, grads: list[torch.Tensor]) -> None:
-        """Do to the shadow's gradients what the optimizer does to its own inside its step."""
-
 
 class Slices(Tensors):
     """This package's optimizer, whose gradients may lie in the slices that a rank owns."""
@@ -74,56 +71,14 @@ class Slices(Tensors):
         return whole
 
 
-class FlatBuffers(Tensors):
-    """DeepSpeed's optimizers, whose groups hold flat buffers: its own functions give whole tensors."""
-
-    def __init__(self, optimizer: Any, model: nn.Module | None) -> None:
-        if model is None:
-            raise ValueError("DeepSpeed's groups hold flat buffers: give model=engine.module.")
-        super().__init__(optimizer)
-        self.inner = optimizer.optimizer
-
-    def groups(self) -> list[tuple[Facts, list[Any]]]:
-        """The options of each flat buffer, and the model's parameters in it."""
-        params = getattr(self.optimizer, "bit16_groups", None) or self.optimizer.fp16_groups
-        return [(options, list(of)) for (options, _), of in zip(super().groups(), params)]
-
-    def value(self, tensor: Any) -> torch.Tensor:
-        """The whole tensor in 32 bits. Collective: all ranks."""
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return self._shaped(safe_get_full_fp32_param(tensor), tensor)
-
-    def grad(self, param: Any) -> torch.Tensor | None:
-        """The whole averaged gradient, before it is clipped. Collective: all ranks."""
-        from deepspeed.utils import safe_get_full_grad
-
-        whole = safe_get_full_grad(param)
-        return None if whole is None else self._shaped(whole, param)
-
-    def numel(self, param: Any) -> int:
-        """The number of elements of the whole tensor, of which stage 3 leaves none in the parameter."""
-        return int(getattr(param, "ds_numel", param.numel()))
-
-    def clip(self, grads: list[torch.Tensor]) -> None:
-        """Scale by the norm of all, as its step does."""
-        if self.optimizer.clip_grad and grads:
-            norm = torch.linalg.vector_norm(torch.stack([grad.norm() for grad in grads])).item()
-            for grad in grads:
-                grad.div_(max(1.0, (norm + 1e-6) / float(self.optimizer.clip_grad)))
-
-    def _shaped(self, whole: torch.Tensor | None, param: Any) -> torch.Tensor:
-        return (param if whole is None else whole).detach().view(getattr(param, "ds_shape", param.shape))
-
-
-def parts_of(optimizer: Any, model: nn.Module | None) -> Tensors:
+def parts_of(optimizer: Any) -> Tensors:
     """The way to an optimizer's whole parameters and gradients.
 
     Raises:
-        ValueError: it is DeepSpeed's, and there is no model; or it makes its update during backward.
+        ValueError: its groups hold flat buffers, as DeepSpeed's, or it makes its update during backward.
     """
-    if hasattr(optimizer, "clip_grad"):
-        return FlatBuffers(optimizer, model)
+    if type(optimizer).__module__.startswith("deepspeed."):
+        raise ValueError("DeepSpeed's groups hold flat buffers, which the watch does not know.")
     ours = isinstance(optimizer, ZeroRedundancyOptimizer)
     options, name = (optimizer.registered.options, "") if ours else (optimizer, "_")
     if getattr(options, f"{name}overlap_with_ddp", False):
