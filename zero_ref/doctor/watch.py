@@ -72,7 +72,7 @@ class Watch:
 
     Args:
         optimizer: its `step()` is watched. A sharded optimizer that lists all parameters in its groups (this
-            package's, torch's, FairScale's), or a plain one of parameters that are equal on all ranks or are
+            package's, torch's), or a plain one of parameters that are equal on all ranks or are
             DTensors (FSDP2).
         plain: makes the plain optimizer of parameter groups; None: the class that `optimizer` shards or is.
         model: gives parameters their names in messages.
