@@ -91,7 +91,7 @@ def test_a_quote_is_found_only_where_all_its_parts_stand_in_order() -> None:
 
 def test_every_section_quotes_or_runs_something() -> None:
     sections = re.split(r"^## ", PAGE, flags=re.M)[1:]
-    assert len(sections) == 6
+    assert len(sections) == 5
     for section in sections:
         assert "\n> " in section or "```" in section, section.splitlines()[0]
 
@@ -144,10 +144,9 @@ def test_names_on_the_page_exist() -> None:
     options |= set(inspect.signature(DistributedDataParallel).parameters)
     options |= set(inspect.signature(zero_ref.ShardedDataParallel).parameters)
     options |= set(inspect.signature(zero_ref.OSS).parameters)
-    options |= set(inspect.signature(zero_ref.save_sharded).parameters)
     options |= set(inspect.signature(zero_ref.reduce_to_owners).parameters)
-    # of consolidate_state_dict; of torch's collectives; of DDP, in newer torch
-    options |= {"to", "async_op", "forward_sync_buffers"}
+    # of consolidate_state_dict; of torch's collectives
+    options |= {"to", "async_op"}
     named = set(re.findall(r"`(\w+)=", PROSE))
     assert named <= options, named - options
 
