@@ -332,21 +332,6 @@ def test_before_you_rent_says_what_stored_scores_take() -> None:
     assert said in text_of("book/before_you_rent.md")
 
 
-def test_running_names_the_chapters_that_ask_for_gloo() -> None:
-    asking = {
-        int(chapter.stem[:2])
-        for chapter in sorted((ROOT / "notebooks").glob("*.ipynb"))[1:]
-        if 'backend=\\"gloo\\"' in chapter.read_text(encoding="utf-8")
-    }
-    assert asking == {2, 7, 8, 9, 10, 18}
-    page = (ROOT / "book" / "running.md").read_text(encoding="utf-8")
-    table = page.partition("| chapters | why |\n|---|---|\n")[2].partition("\n\n")[0]
-    named = [number for row in table.splitlines() for number in re.findall(r"\d+", row.split("|")[1])]
-    assert sorted(map(int, named)) == sorted(asking)
-    assert "| tour |" in table
-    assert 'backend=\\"gloo\\"' in (ROOT / "notebooks" / "00_tour.ipynb").read_text(encoding="utf-8")
-
-
 def test_running_says_the_exit_code_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(arguments: object) -> int:
         raise KeyboardInterrupt
@@ -385,25 +370,6 @@ def test_before_you_rent_says_what_a_checkpoint_takes() -> None:
             rf"^\| {verb} `{way}`.* \| {' [|] '.join(map(re.escape, shown))} \|$", page, flags=re.M
         )
     assert (scenario.cluster.disk_gb_per_s, scenario.cluster.ranks_per_node) == (10, 8)  # "Eight ranks"
-
-
-def test_before_you_rent_says_what_megatron_lm_published_and_what_is_foreseen() -> None:
-    # tests/simulator/test_checkpoint_passages.py says which is which.
-    published = ("2.4 billion", "27 to 32 GiB", "48 GB", "from 68.6 to 44.3 GiB")
-    foreseen = (
-        "26.8 GiB",
-        "31.3 GiB",
-        "49.2",
-        "66.4 and 42.1 GiB",
-        "2 and 3 real ranks",
-        "4 bytes a parameter",
-    )
-    said = text_of("book/before_you_rent.md")
-    assert all(text in said for text in (*published, *foreseen))
-    # Parameters of 2 bytes, state of 10 or 12, and the smaller of these once more.
-    assert [round(nbytes * 2.4e9 / 2**30, 1) for nbytes in (12, 14, 22)] == [26.8, 31.3, 49.2]
-    beside = (ROOT / "tests" / "simulator" / "test_checkpoint_passages.py").read_text(encoding="utf-8")
-    assert all(number in beside for number in ("26.8", "31.3", "49.2", "66.4", "42.1", "68.6", "44.3"))
 
 
 def test_before_you_rent_lists_every_cluster_with_what_it_is_made_of() -> None:
