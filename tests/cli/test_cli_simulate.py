@@ -24,7 +24,7 @@ from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.operations import shared_out
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import Scenario
-from zero_ref.simulator.spread import KINDS, interval_of_memory, interval_of_time
+from zero_ref.simulator.spread import DEFAULT, KINDS, interval_of_memory, interval_of_time
 from zero_ref.simulator.trace import timelines_of
 
 SIMULATE = ["simulate", "--model", "gpt2", "--ranks", "8"]
@@ -142,6 +142,18 @@ def test_options_as_suit_a_program_are_taken_where_they_are_not_said(
     run = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8, **LIKE[program]).run("zero-3")
     assert printed["strategies"]["zero-3"]["memory_bytes"] == run.memory.items
     assert printed["strategies"]["zero-3"]["iteration_ms"] == run.iteration_ms
+
+
+def test_each_program_has_the_interval_of_its_kind() -> None:
+    kinds = {name: options.get("program", DEFAULT) for name, options in LIKE.items()}
+    assert [name for name, kind in kinds.items() if kind == DEFAULT] == [
+        "plain",
+        "torchtitan",
+        "transformers",
+    ]
+    for name, kind in kinds.items():
+        run = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8, **LIKE[name]).run("zero-3")
+        assert run.time_interval == interval_of_time(kind).around(run.iteration_ms)
 
 
 def test_an_option_that_is_said_goes_before_the_program(capsys: pytest.CaptureFixture[str]) -> None:
