@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections import Counter
@@ -20,14 +19,12 @@ from zero_ref_course import (
     Answer,
     ExerciseFailed,
     StillTheStub,
-    draws_a_picture,
     exercises,
     function_of,
     grade,
     picture_of,
     starts_ranks,
 )
-from zero_ref_course._company import MET, POINT_TO_POINT
 from zero_ref_course.editions import chapters_in
 from zero_ref_course.notebook import ExerciseCells, exercises_in
 
@@ -65,24 +62,7 @@ def wrong_answers(chapter: str) -> Iterator[Wrong]:
 
 WRONG = [wrong for chapter in CHAPTERS for wrong in wrong_answers(chapter)]
 
-OF_COMM = (
-    "broadcast", "all_reduce", "all_gather", "gather_shares", "reduce_shares", "send", "recv", "exchange",
-)  # fmt: skip
-"""Methods of a `Collectives` that communicate."""
-
-NETWORKS = ("dist", "comm", "within", "between")
-"""The names of torch.distributed and of a `Collectives` in solutions."""
-
-LENT = ("send", "recv", "ask")
-"""Functions that an answer is given to send and to receive with."""
-
-OF_A_BUCKET = ("start_reduction", "start_broadcast")
-"""Methods of DDP's bucket, as a hook is given it."""
-
-LEAST = 20
-"""The least number of exercises that communicate or draw."""
-
-WAITS = {"receives_once_more", "receives_once_too_often", "one_of_a_place_calls"}
+WAITS = {"receives_once_too_often"}
 """Wrong answers in which virtual ranks wait for each other in vain: only a time-out ends them."""
 
 SLOW = {"no_momentum", "as_many_as_there_are", "where_half_is_saved"}
@@ -136,28 +116,6 @@ def test_a_wrong_answer_hears_what_is_wrong(wrong: Wrong, monkeypatch: pytest.Mo
         grade(wrong.exercise, answer)
     picture_of(wrong.exercise, answer, passed=False)  # some are too odd to be drawn, and none raises
     assert re.search(wrong.message, str(failed.value), re.DOTALL), str(failed.value)
-
-
-def communicates(solution: str) -> bool:
-    """Whether a solution itself calls other ranks: by torch.distributed, `comm`, a bucket or what is lent."""
-    for call in (one for one in ast.walk(ast.parse(solution)) if isinstance(one, ast.Call)):
-        if isinstance(call.func, ast.Name) and call.func.id in LENT:
-            return True
-        if isinstance(call.func, ast.Attribute) and call.func.attr in OF_A_BUCKET:
-            return True
-        if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
-            calls = (*MET, *POINT_TO_POINT) if call.func.value.id == "dist" else OF_COMM
-            if call.func.value.id in NETWORKS and call.func.attr in calls:
-                return True
-    return False
-
-
-def test_twenty_exercises_communicate_or_draw() -> None:
-    communicating = {name for name, cells in CELLS.items() if communicates(cells.solution)}
-    drawing = {name for name in REGISTERED if draws_a_picture(name)}
-    assert len(communicating | drawing) >= LEAST, sorted(communicating | drawing)
-    assert not communicates("dist.get_rank() + comm.rank + optimizer.step() + gather(comm)")
-    assert len(communicating) >= 18, sorted(communicating)
 
 
 @pytest.mark.parametrize("exercise", REGISTERED)

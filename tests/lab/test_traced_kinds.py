@@ -215,7 +215,6 @@ def test_a_model_of_transformers_is_traced_as_it_runs(kind: str) -> None:
     check(model, module, given, length)
 
 
-@pytest.mark.thorough
 def test_a_diffusion_transformer_of_ones_own_is_traced_as_it_runs() -> None:
     model = from_factory(lambda: (Diffusion(), of_diffusion), "bfloat16")
     assert model.positions == 1

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
+PROGRAMS_OF_OTHERS = ("test_doctor_published", "test_watch_clients")
+"""Published optimizers under the doctor, and a library's loop under `watch`: each takes minutes. Programs of
+our own try the same in test_nccl_on_gloo and test_watched_jobs."""
 FILES = [
     path
     for path in sorted(TESTS.rglob("test_*.py"))
     if "mark.thorough" in path.read_text(encoding="utf-8")
-    and path.stem not in ("test_thorough", "test_pdf", "test_wheel_alone")
+    and path.stem not in ("test_thorough", "test_pdf", "test_wheel_alone", *PROGRAMS_OF_OTHERS)
 ]
 """Files with thorough tests, but those of the PDF and the wheel, which are made once a day."""
 
@@ -29,5 +32,9 @@ def test_beside_thorough_tests_a_file_has_others(path: Path) -> None:
         if not any(ast.unparse(one) == "pytest.mark.thorough" for one in test.decorator_list)
     ]
     assert always
-    marks = [ast.unparse(node.value) for node in tree.body if isinstance(node, ast.Assign)]
+    marks = [
+        ast.unparse(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
     assert not any("mark.thorough" in mark for mark in marks), "that would be the whole file"

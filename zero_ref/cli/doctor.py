@@ -28,11 +28,12 @@ def register_doctor(subparsers: Subparsers) -> None:
         "several words needs quotation marks. FILE.py:FACTORY comes first. book/doctor.md says what each "
         "trial does.",
     )
-    parser.add_argument(
+    examined = parser.add_mutually_exclusive_group(required=True)
+    examined.add_argument(
         "factory", metavar="FILE.py:FACTORY", nargs="?", help="a function that takes a model, and returns "
         "the optimizer, (optimizer, wrapper), or a doctor.Program"
     )  # fmt: skip
-    parser.add_argument(
+    examined.add_argument(
         "--class", dest="interface", metavar="FILE.py:NAME", help="check a sharded optimizer, a DDP or an "
         "FSDP by its interface alone: NAME(params, optimizer_class, **options), NAME(module), or "
         "NAME(module, compute_dtype=None)",
@@ -103,8 +104,6 @@ def register_doctor(subparsers: Subparsers) -> None:
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Examine the program; return 1 if it departs from the plain loop."""
     doctor, files = need("zero_ref.doctor", code=2), need("zero_ref.doctor.files", code=2)
-    if (arguments.factory is None) == (arguments.interface is None):
-        raise CommandError("give FILE.py:FACTORY, or --class FILE.py:NAME.")
     if arguments.interface is not None:
         return run_class(arguments, files)
     if not (arguments.reference or arguments.from_plain):

@@ -9,7 +9,7 @@
 - `settings`, `dry_run`, `commands`: its options in a file, its prediction alone, and how to type it;
 - `tracing`, `built`: any program on the meta device, for the simulator, and what builds a model there;
 - `compare`, `demo`, `report`: strategies side by side;
-- `simulated`, `simulated_checkpoints`, `searched`: what the simulator says, as a table and as JSON;
+- `simulated`, `simulated_checkpoints`, `searched`, `advised`: the simulator's results, as tables and as JSON;
 - `own`: the reader's own optimizer, loaded from its file and trained;
 - `source`, `stairs`: code as the book shows it, and what a stair changes in the one before;
 - `plots`, `widgets`: pictures, and the explorers in a notebook.
