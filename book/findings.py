@@ -17,8 +17,6 @@ from typing import Any
 from benchmarks import plots as of_bench
 from benchmarks.comparisons import (
     LOST,
-    UNDECIDED,
-    WON,
     Comparison,
     comparisons,
     outcome,
@@ -44,7 +42,6 @@ SAID = {
     "construction": "construction",
 }
 IN_PICTURES = {"sync": "gradients and step", "iteration": "whole iteration"}
-TRAINING = ("step", "sync", "iteration")
 
 
 @cache
@@ -187,26 +184,6 @@ def added(folder: Path, ranks: str) -> Iterator[str]:
     yield aligned(["added", "to", "what is timed", *sets], rows)
 
 
-def tally(folder: Path) -> Iterator[str]:
-    """The numbers of comparisons with peers that were won, like with like."""
-    training = [row for row in _peers() if row.thing in TRAINING]
-    best = [row for row in training if row.other.endswith((", best", ", fused"))]
-    for what, rows in {
-        "Training, against the best forms of peers": best,
-        "Training, against peers as they come": [row for row in training if row not in best],
-        "Checkpoints and construction": [row for row in _peers() if row.thing not in TRAINING],
-    }.items():
-        times = []
-        for time, said in (
-            ("wall time", [outcome(row.wall) for row in rows]),
-            ("CPU time", [outcome(row.cpu) for row in rows]),
-        ):
-            times.append(
-                f"in {time} " + ", ".join(f"{said.count(one)} {one}" for one in (WON, UNDECIDED, LOST))
-            )
-        yield f"- {what}, {len(rows)} comparisons: {'; '.join(times)}."
-
-
 def lost(folder: Path) -> Iterator[str]:
     """Every comparison that was lost in wall or in processor time, the worst first."""
     found = [row for row in _peers() if LOST in map(outcome, (row.wall, row.cpu))]
@@ -230,20 +207,6 @@ def lost(folder: Path) -> Iterator[str]:
 def _peers() -> list[Comparison]:
     """The comparisons with peers that do the same job as our optimizer."""
     return [row for row in compared() if not row.is_limit and row.other != "fsdp2"]
-
-
-def ratio(text: str) -> str:
-    """A peer's or a limit's time over ours: the thing, the set, the ranks, then the other's name.
-
-    The word cpu at the end asks for processor time.
-    """
-    time = "cpu" if text.endswith(" cpu") else "wall"
-    thing, set_name, ranks, other = text.removesuffix(" cpu").split(maxsplit=3)
-    for row in compared():
-        if (row.thing, row.set, str(row.ranks), row.other) == (thing, set_name, ranks, other):
-            found: Spread = getattr(row, time)
-            return short(found.median)
-    raise ValueError(f"ratio {text!r}: nothing in the results is called that.")
 
 
 # --------------------------------------------------------------------------------------------- optimizers
@@ -366,7 +329,6 @@ VIEWS: dict[str, Callable[..., Iterator[str]]] = {
         by_import,
         forms,
         added,
-        tally,
         lost,
         optimizers_tally,
         optimizers,

@@ -1,9 +1,8 @@
 """Sphinx extension: measured results, in pages that hold no measured number of their own.
 
 So a page cannot disagree with the measurements. The directive `{measured} against_peers step` puts in the
-result of the view with that name, called with the argument; the role {ratio}`step gpt 2 torch, best` puts in
-a single number. book/findings.py makes both; benchmarks/judged.py makes the tables of the page of validation,
-from simulated runs.
+result of the view with that name, called with the argument. book/findings.py makes it; benchmarks/judged.py
+makes the tables of the page of validation, from simulated runs.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import Any
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective, SphinxRole
+from sphinx.util.docutils import SphinxDirective
 
 # The benchmarks are in the repository, not in the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from findings import RESULTS, VIEWS as MEASURED, ratio
+from findings import RESULTS, VIEWS as MEASURED
 
 from benchmarks.judged import VIEWS as VALIDATED
 
@@ -49,16 +48,7 @@ class MeasuredDirective(SphinxDirective):
         return made.children
 
 
-class RatioRole(SphinxRole):
-    """{ratio}`step gpt 2 torch`: see `findings.ratio`."""
-
-    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
-        """Called for each role."""
-        return [nodes.Text(ratio(self.text))], []
-
-
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register with Sphinx."""
     app.add_directive("measured", MeasuredDirective)
-    app.add_role("ratio", RatioRole())
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -86,18 +86,6 @@ def test_what_was_lost_is_listed_the_worst_first_and_nothing_else(build: Build) 
     assert "| 1 (0.9 to 1.1) |" in re.sub(" +", " ", rows[0])
 
 
-def test_outcomes_are_counted_like_with_like_and_limits_are_no_peers(build: Build) -> None:
-    best, as_they_come, rest = build("tally").split("\n\n")
-    assert best.endswith(
-        "2 comparisons: in wall time 0 won, 0 undecided, 2 lost; in CPU time 0 won, 0 undecided, 2 lost."
-    )
-    assert (
-        "4 comparisons: in wall time 2 won, 2 undecided, 0 lost; in CPU time 2 won, 0 undecided, 2 lost"
-        in as_they_come
-    )
-    assert "0 comparisons" in rest
-
-
 def test_forms_have_their_rule_and_what_they_cost(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"ddp, fused": 8000.0, "zero_ref, best": 4000.0}
     iteration = SuiteResult(
