@@ -145,8 +145,8 @@ def test_names_on_the_page_exist() -> None:
     options |= set(inspect.signature(zero_ref.ShardedDataParallel).parameters)
     options |= set(inspect.signature(zero_ref.OSS).parameters)
     options |= set(inspect.signature(zero_ref.reduce_to_owners).parameters)
-    # of consolidate_state_dict; of torch's collectives
-    options |= {"to", "async_op"}
+    # of consolidate_state_dict
+    options |= {"to"}
     named = set(re.findall(r"`(\w+)=", PROSE))
     assert named <= options, named - options
 
