@@ -81,8 +81,7 @@ def test_the_doctor_is_silent_about_a_right_program(name: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(("name", "seed"), list(zip(RIGHT, cycle(range(4)))))
 def test_no_right_program_alarms_the_doctor(name: str, seed: int) -> None:
     factory, plain = RIGHT[name]
     assert_silent(diagnose(factory, name=name, seed=seed, timeout=120, **{"ranks": (2, 3, 4)} | plain))

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import runpy
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -450,19 +451,30 @@ def test_what_a_factory_must_return_is_said(returned):
         as_program(returned, torch.nn.Linear(2, 2), None)
 
 
-def test_a_raise_statement_is_told_from_an_operation_that_failed():
-    def refuses():
-        raise ValueError(
-            "only float32",
-        )
+REFUSING = """
+def raises():
+    raise ValueError(
+        "only float32",
+    )
 
-    def fails():
-        torch.zeros(2) @ torch.zeros(3)
+def asserts():
+    # A traceback names the line of the condition. (Pytest rewrites the asserts of its own files.)
+    assert (
+        len({"float32", "bfloat16"}) == 1
+    ), "one dtype"
 
-    for function, deliberate in ((refuses, True), (fails, False)):
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            function()
-        assert is_deliberate(caught.value) is deliberate
+def fails():
+    [1, 2] @ [3]
+"""
+
+
+@pytest.mark.parametrize(("function", "deliberate"), [("raises", True), ("asserts", True), ("fails", False)])
+def test_a_refusal_is_told_from_an_operation_that_failed(function, deliberate, tmp_path):
+    (tmp_path / "program.py").write_text(REFUSING, encoding="utf-8")
+    program = runpy.run_path(str(tmp_path / "program.py"))
+    with pytest.raises((ValueError, TypeError, AssertionError)) as caught:
+        program[function]()
+    assert is_deliberate(caught.value) is deliberate
 
 
 # ---------------------------------------------------------------------------------------- the command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import linecache
@@ -336,14 +337,13 @@ def is_deliberate(error: BaseException) -> bool:
     """
     if not isinstance(error, ValueError | TypeError | RuntimeError | AssertionError):
         return False
-    frames = traceback.extract_tb(error.__traceback__)
-    if Path(frames[-1].filename).is_relative_to(Path(torch.optim.__file__).parent):
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    if Path(frame.filename).is_relative_to(Path(torch.optim.__file__).parent):
         return False
-    lines = [linecache.getline(frames[-1].filename, number) for number in range(*lines_of(frames[-1]))]
-    return any(line.split() and line.split()[0] in ("raise", "assert") for line in lines)
-
-
-def lines_of(frame: traceback.FrameSummary) -> tuple[int, int]:
-    """The first line of a frame's statement, and the one after its last."""
-    first = frame.lineno or 1
-    return first, max(first, getattr(frame, "end_lineno", None) or first) + 1
+    # The line is that of a condition or of a message, and the statement may begin before it.
+    statements = ast.walk(ast.parse("".join(linecache.getlines(frame.filename))))
+    return any(
+        isinstance(one, ast.Raise | ast.Assert) and one.lineno <= frame.lineno <= (one.end_lineno or 0)
+        for one in statements
+        if frame.lineno
+    )
