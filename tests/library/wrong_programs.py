@@ -305,7 +305,7 @@ class ClippedBeforeUnscaling(Hooked):
 
 
 class OneTensorSummed(Hooked):
-    trial, phase, words = "plain", "backward", "sum over the ranks"
+    trial, phase, words = "plain", "backward", "times the right gradient, which is the number of ranks"
 
     def end_of_backward(self):
         super().end_of_backward()

@@ -239,7 +239,7 @@ class Accelerate(_Inside):
 
     def clip(self, max_norm: float) -> None:
         """The accelerator's."""
-        self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+        self.accelerator.clip_grad_norm_([*self.model.parameters(), *self.added.parameters()], max_norm)
 
 
 class Fabric(_Inside):
