@@ -31,6 +31,7 @@ WITHOUT_A_MARK = """() => {
         const gap = cover?.previousElementSibling;
         if (gap?.matches(".prediction-gap") && seen(gap) && /^Covered: \\d+ /.test(gap.textContent)) continue;
         if (holder.closest(".prediction form, .prediction-gap, .figure-larger, .try-it-bar")) continue;
+        if (holder.matches(".zero-animation label")) continue;  // without motion there is nothing to pause
         found.push(...text.data.trim().split(/\\s+/));
     }
     return found;
@@ -102,7 +103,7 @@ def test_nothing_is_covered_without_a_mark_nor_a_heading_s_first_words(
     assert page.evaluate(NEVER_COVERED) == []
     page.evaluate("document.querySelectorAll('.prediction-gap').forEach((gap) => gap.remove())")
     if page.locator(".prediction").count():
-        assert len(page.evaluate(WITHOUT_A_MARK)) > 20, "what is covered is not counted"
+        assert page.evaluate(WITHOUT_A_MARK), "what is covered is not counted"
 
 
 def test_the_line_in_a_gap_says_what_is_covered_and_leads_to_the_box_or_to_the_answer(page: Page) -> None:
