@@ -106,6 +106,20 @@ def test_simulate_prints_the_same_bill_and_the_intervals(capsys: pytest.CaptureF
     assert "days" not in as_json(capsys, *words)["strategies"]["zero-3"]
 
 
+def test_intervals_are_those_of_the_kind_of_program(capsys: pytest.CaptureFixture[str]) -> None:
+    kind = ["--program", "deepspeed"]
+    memory, time = spread.interval_of_memory("deepspeed"), spread.interval_of_time("deepspeed")
+    advised = as_json(capsys, *WHICH, *kind, *BILL)["ways"]["stage 3"]
+    assert advised["memory_interval_bytes"] == list(memory.around(advised["memory_bytes"]))
+    assert advised["gpu_hours_interval"] == list(time.around(advised["gpu_hours"]))
+    assert cli.main([*WHICH, *kind]) == 0
+    said = f"{memory.low:.2f} to {memory.high:.2f} times the memory predicted for them, and "
+    assert f"{said}{time.low:.2f} to {time.high:.2f}" in " ".join(capsys.readouterr().out.split())
+    words = ["search", "--model", "gpt2", "--ranks", "8", "--tokens", "65536"]
+    found = as_json(capsys, *words, *kind, *BILL)["best"][0]
+    assert found["gpu_hours_interval"] == list(time.around(found["gpu_hours"]))
+
+
 @pytest.mark.parametrize("command", [WHICH, ["simulate", "--model", "gpt2", "--ranks", "8"]])
 def test_a_price_of_nothing_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*command, "--price", "2"]) == 2

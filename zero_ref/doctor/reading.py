@@ -1,11 +1,12 @@
 """Read off the numbers in which phase a step departs, and what stands there in place of the right thing.
 
-No mistake is known here, and none is guessed at. Each phase is judged by its own input as it was observed:
+Each phase is judged by its own input as it was observed:
 
 - backward: the plain loop knows every rank's gradient of every micro-batch. What is in `.grad` is a sum of
   them, so the weight of each is the solution of linear equations;
 - clip: one factor for all gradients, and the norm that gives it;
-- step: a shadow, the plain optimizer that is fed the gradients which the program was seen to have.
+- step: a shadow, the plain optimizer that is fed the gradients which the program was seen to have. If its
+  values do not stand there, it is fed a few other things, such as the gradients of the step before.
 """
 
 from __future__ import annotations
@@ -138,9 +139,8 @@ def _begins(patient: Patient) -> Where:
             continue
         ours, plain = patient.observed[part], patient.expected[part]
         found = tuple(places_in(ours, plain, number, patient.bounds[part]))
-        wrong = {
-            name for name in snapshot.tensors if _wrong_on_all(patient, number, name)
-        }  # a rank may have a gradient of what another rank steps
+        # A rank may have a gradient of what another rank steps.
+        wrong = {name for name in snapshot.tensors if _wrong_on_all(patient, number, name)}
         found = tuple(place for place in found if place.parameter in wrong)
         depart = {place.parameter for place in found} & names
         if depart and (obeys or not all(_unreduced(patient, name) for name in depart)):
@@ -322,7 +322,7 @@ def _real(tensor: torch.Tensor | None) -> torch.Tensor:
 def solve(
     columns: Sequence[torch.Tensor], seen: torch.Tensor, floor: torch.Tensor | float = 0.0
 ) -> torch.Tensor | None:
-    """The weights whose sum of columns is `seen`; None if none are, or the elements are too few to tell.
+    """The weights with which the columns add up to `seen`; None if there are none, or too few elements.
 
     >>> solve([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0])], torch.tensor([3.0, 4.0, 7.0]))
     tensor([2.0000, 1.0000], dtype=torch.float64)

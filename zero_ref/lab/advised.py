@@ -14,7 +14,7 @@ from zero_ref.simulator import spread
 from zero_ref.simulator.bill import Bill
 from zero_ref.simulator.stages import STRATEGY_OF_STAGE
 from zero_ref.simulator.tree import Question, nodes_on
-from zero_ref.simulator.which import ALIKE, BEYOND, Compared
+from zero_ref.simulator.which import ALIKE, BEYOND, SHORT_BLOCK_MS, Compared
 
 FITS = {True: "yes", False: "no", None: "?"}
 
@@ -47,13 +47,13 @@ def as_json(named: Sequence[str], cluster: str, found: Compared, bill: Bill | No
         "ways": {
             name: {
                 "memory_bytes": run.peak_bytes,
-                "memory_interval_bytes": list(spread.MEMORY.around(run.peak_bytes)),
+                "memory_interval_bytes": list(run.memory_interval),
                 "fits": run.fits,
                 "update_ms": run.iteration_ms,
                 "exposed_communication_ms": run.exposed_ms,
                 "tokens_per_second": run.tokens_per_second,
                 "model_flops_utilisation": run.utilisation,
-                **({} if bill is None else bill.values(run.tokens_per_second, ranks)),
+                **({} if bill is None else bill.values(run.tokens_per_second, ranks, run.scenario.program)),
             }
             for name, run in found.runs.items()
         },
@@ -143,8 +143,9 @@ def _table(found: Compared, bill: Bill | None) -> Any:
 
 def _notes(named: Sequence[str], cluster: str, found: Compared, bill: Bill | None) -> Iterator[str]:
     """Yield sentences: how sure the numbers are, the price, and how the advised way is written."""
-    low, high = spread.MEMORY.around(1.0)
-    least, most = spread.around(1.0)
+    kind = found.scenario.program
+    low, high = spread.interval_of_memory(kind).around(1.0)
+    least, most = spread.around(1.0, kind)
     yield "ms and exposed are of an update; ? is undecided: the device's memory lies in the interval"
     yield (
         f"four of five published runs took {low:.2f} to {high:.2f} times the memory predicted for them, and "
@@ -157,10 +158,10 @@ def _notes(named: Sequence[str], cluster: str, found: Compared, bill: Bill | Non
     if found.behind and found.advice.name != found.fastest:
         about = "about as fast" if found.behind <= ALIKE else f"{found.behind:.0%} slower in this count"
         yield f"the fastest way that surely fits is {found.fastest}; {found.advice.name} is {about}"
-    if found.block_ms < 1:
+    if found.block_ms < SHORT_BLOCK_MS:
         yield "the pass is short: the time in which the host starts it is not simulated"
     if bill is not None:
-        yield bill.in_words(advised.tokens_per_second, found.scenario.world_size)
+        yield bill.in_words(advised.tokens_per_second, found.scenario.world_size, kind)
     yield "everything that it sends and waits for:"
     yield f"    {_command(named, cluster, found)}"
     if lines := _program(found):

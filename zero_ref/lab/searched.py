@@ -72,7 +72,7 @@ def _as_json(one: Candidate, named: Sequence[str], cluster: str, bill: Bill | No
         "tokens_per_second": one.tokens_per_second,
         "tokens_per_second_interval": list(one.rate_interval),
         "model_flops_utilisation": one.utilisation,
-        **({} if bill is None else bill.values(one.tokens_per_second, scenario.world_size)),
+        **({} if bill is None else bill.values(one.tokens_per_second, scenario.world_size, scenario.program)),
         "simulate": _joined(simulate_command(scenario, one.strategy, named, cluster)),
         "train": _joined(train_command(scenario, one.strategy)),
         "program": program(scenario, one.strategy),
@@ -131,7 +131,7 @@ def print_found(
         for line in _would_fit(found, named, cluster, others, bill):
             console.print(line, markup=False, soft_wrap=line.startswith(" "))
     elif bill is not None:
-        said = bill.in_words(fitting.tokens_per_second, scenario.world_size)
+        said = bill.in_words(fitting.tokens_per_second, scenario.world_size, scenario.program)
         console.print(f"{shown.index(fitting) + 1}: {said}", markup=False)
 
 
@@ -148,7 +148,11 @@ def _would_fit(
         yield "neither a fused loss, offload, no masters, LoRA nor more ranks make it fit"
     for number, one in enumerate(others, 1):
         best = one.best
-        price = "" if bill is None else f"; {bill.in_words(best.tokens_per_second, best.scenario.world_size)}"
+        price = (
+            ""
+            if bill is None
+            else f"; {bill.in_words(best.tokens_per_second, best.scenario.world_size, best.scenario.program)}"
+        )
         yield (
             f"{number}. fits with {one.words}: {best.strategy}, {_gb(best.peak_bytes)} GB, "
             f"{short_count(best.tokens_per_second)} tokens/s{price}"

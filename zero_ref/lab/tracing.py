@@ -531,6 +531,7 @@ def _counted(ops: Iterable[_Op]) -> tuple[Product, ...]:
 
 
 _BACKWARD_OF_FLASH = 2.5
+"""Products of fused attention's backward over those of its forward: five where forward makes two."""
 _MAKES_ROOM = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided}
 _GATHERS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 """Operations that read as much as they write, of a table that may be larger."""
@@ -589,9 +590,9 @@ def _convolved(made: Tensor, weight: Tensor, groups: int, *, transposed: bool, g
 class _OnMeta(TorchFunctionMode):
     """What the meta device answers otherwise than a GPU.
 
-    Attention is fused, where torch would write out the scores, and a dropout keeps a mask of a byte for each
-    element. A condition is taken as for whole sequences of
-    one text each: what asks whether `all` are so goes on, and what asks whether `any` is does not.
+    Attention is fused, where torch would write out the scores. A dropout keeps a mask of a byte for each
+    element. A condition has no value here, and is answered as for sequences of one text each without padding:
+    `all` is true, and `any` is false.
     """
 
     def __init__(self) -> None:

@@ -44,9 +44,13 @@ class Bill:
         return None if self.price is None else self.price * self.gpu_hours(tokens_per_second, ranks)
 
     def values(
-        self, tokens_per_second: float, ranks: int, kind: str = spread.DEFAULT
+        self, tokens_per_second: float, ranks: int, kind: str
     ) -> dict[str, float | list[float] | None]:
-        """The same as values for JSON, the hours with the interval of a predicted time."""
+        """The same as values for JSON, the hours with the interval of a predicted time.
+
+        Args:
+            kind: of the program, one of `spread.KINDS`.
+        """
         hours = self.gpu_hours(tokens_per_second, ranks)
         return {
             "train_tokens": self.tokens,
@@ -56,14 +60,14 @@ class Bill:
             "cost": self.cost(tokens_per_second, ranks),
         }
 
-    def in_words(self, tokens_per_second: float, ranks: int) -> str:
+    def in_words(self, tokens_per_second: float, ranks: int, kind: str) -> str:
         """The same in a sentence, the hours with their interval.
 
-        >>> Bill(2e12).in_words(5e5, 16)
+        >>> Bill(2e12).in_words(5e5, 16, "pytorch")
         '2T tokens take 46.3 days, 17,778 GPU-hours (16,711 to 32,782)'
         """
         hours, cost = self.gpu_hours(tokens_per_second, ranks), self.cost(tokens_per_second, ranks)
-        low, high = spread.around(hours)
+        low, high = spread.around(hours, kind)
         paid = "" if cost is None else f", which cost {_short(cost)}"
         return (
             f"{_counted(self.tokens)} tokens take {_short(self.days(tokens_per_second))} days, "

@@ -189,8 +189,8 @@ The lowest stage that fits is taken unless a higher one frees memory at no cost 
 one long pass hides its gathers. In several passes it writes the gathered blocks to memory in each. In short
 ones the host may need longer to start the work of a block than the block takes, which is not simulated, so
 there the simplest way is taken.
-tests/simulator/test_which.py holds the tree against the simulator: no other way is as fast with less memory,
-and it says where another way is faster.
+tests/simulator/test_which.py holds the tree against the simulator: no other way is as fast with less memory.
+Left out are short passes, what frees less than LITTLE, and cases at the edge of a rule, which the test lists.
 """
 
 
