@@ -21,9 +21,10 @@ from zero_ref.doctor.model import Model, Shape, batch_for
 from zero_ref.doctor.on_rank import Case, added_options, is_deliberate
 from zero_ref.doctor.plain import Noise, PlainLoop
 from zero_ref.doctor.program import as_program
-from zero_ref.doctor.reading import Patient, meaning, read, solve, times
+from zero_ref.doctor.reading import Patient, read
 from zero_ref.doctor.report import Departure, NotTried, Raised, Report
 from zero_ref.doctor.trials import make_trials, together
+from zero_ref.doctor.weights import meaning, solve, times
 from zero_ref.lab.ranks import RankError
 
 OPTIONS = {"lr": 0.05, "weight_decay": 0.125, "eps": 2.0**-20}

@@ -8,7 +8,7 @@
 - `on_rank`: a trial with the program, on a rank; `plain`: the same in one process, the plain loop;
 - `all_data`: how much each rank's batch counts there;
 - `trace`, `compare`: what was noted, and where the two depart by more than rounding explains;
-- `reading`: in which phase that begins, and what can be read off the numbers;
+- `reading`: in which phase that begins, and what can be read off the numbers; `weights`: the equation for it;
 - `watch`, with `shadow` and `watched`: a running job, in place of a program that the doctor drives;
 - `interface`: a class, checked by its interface alone.
 """
