@@ -93,6 +93,8 @@ NOT_FOR_READERS = {
 MODULES_NOT_FOR_READERS = {
     "zero_ref.lab.advised",
     "zero_ref.lab.demo",
+    "zero_ref.lab.noted_run",
+    "zero_ref.lab.on_meta",
     "zero_ref.lab.report",
     "zero_ref.lab.widgets",
 }

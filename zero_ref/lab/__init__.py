@@ -7,7 +7,8 @@
 - `config`, `model`, `strategies`, `stage_3`: a small GPT, and the strategies to train it under;
 - `train`, `outcome`, `checkpoints`: the training job, what it took beside its prediction, and its saves;
 - `settings`, `dry_run`, `commands`: its options in a file, its prediction alone, and how to type it;
-- `tracing`, `built`: any program on the meta device, for the simulator, and what builds a model there;
+- `tracing`, `noted_run`, `on_meta`: any program on the meta device, as rules for the simulator; `built`: what
+  builds a model there;
 - `compare`, `demo`, `report`: strategies side by side;
 - `simulated`, `simulated_checkpoints`, `searched`, `advised`: the simulator's results, as tables and as JSON;
 - `own`: the reader's own optimizer, loaded from its file and trained;

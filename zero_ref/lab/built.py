@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_ref.lab.tracing import Inputs, trace
+from zero_ref.lab.noted_run import Inputs
+from zero_ref.lab.tracing import trace
 from zero_ref.simulator.traced import Traced
 
 LONGEST = 8192
