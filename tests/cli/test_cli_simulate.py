@@ -15,13 +15,14 @@ import pytest
 
 import zero_ref
 from zero_ref import cli
-from zero_ref.cli import _common
+from zero_ref.cli import _common, simulate
 from zero_ref.lab.simulated import print_runs
 from zero_ref.simulator.cluster import CLUSTERS, cluster
 from zero_ref.simulator.held import PORTIONS
 from zero_ref.simulator.like import LIKE
 from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.operations import shared_out
+from zero_ref.simulator.options import OptionField, options_of
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.spread import DEFAULT, KINDS, interval_of_memory, interval_of_time
@@ -142,6 +143,35 @@ def test_options_as_suit_a_program_are_taken_where_they_are_not_said(
     run = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8, **LIKE[program]).run("zero-3")
     assert printed["strategies"]["zero-3"]["memory_bytes"] == run.memory.items
     assert printed["strategies"]["zero-3"]["iteration_ms"] == run.iteration_ms
+
+
+BOOLEANS = [one for one in options_of(Scenario) if one.type is bool]
+
+
+@pytest.mark.parametrize("program", LIKE)
+@pytest.mark.parametrize("one", BOOLEANS, ids=lambda one: one.name)
+def test_a_switch_of_a_program_can_be_set_and_switched_off(program: str, one: OptionField) -> None:
+    parser = cli.make_parser()[1]["simulate"]
+
+    def made(*words: str) -> Scenario:
+        return simulate.scenario_of(parser.parse_args([*SIMULATE[1:], "--like", program, *words]))
+
+    usual = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8, **LIKE[program])
+    assert made() == usual
+    for word, value in ((one.flag, not one.default), (one.opposite, one.default)):
+        if word == "--tf32":  # of float32 alone, which no program computes in
+            continue
+        assert made(word) == replace(usual, **{one.path[0]: value})
+        assert made(one.flag, one.opposite, word) == made(word)  # the last word wins
+
+
+def test_what_a_program_casts_to_can_be_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SIMULATE, "--like", "nanogpt", "--no-compile", "--autocast", "none", "--dtype", "bfloat16"]
+    printed = as_json(capsys, *words)
+    assert (printed["autocast"], printed["compiled"], printed["dtype"]) == (None, False, "bfloat16")
+    with pytest.raises(SystemExit):
+        cli.main([*SIMULATE, "--norms", "none"])
+    assert "invalid choice: 'none'" in capsys.readouterr().err
 
 
 def test_each_program_has_the_interval_of_its_kind() -> None:

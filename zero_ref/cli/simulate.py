@@ -81,7 +81,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         default="plain",
         choices=list(LIKE),
         metavar="PROGRAM",
-        help=f"options as suit a program, where they are not said: {', '.join(LIKE)} (default: %(default)s)",
+        help=f"options as suit a program, where they are not said: {', '.join(LIKE)}; any of them can be "
+        "switched off, as by --no-compiled or --autocast none (default: %(default)s)",
     )
     parser.add_argument(
         "--as-16-bit",
@@ -298,6 +299,8 @@ def _check_used(arguments: argparse.Namespace, strategies: Sequence[str]) -> Non
         used_by = [name for name, how in RECIPES.items() if one.is_used(how, one.kept(value))]
         if not set(used_by) & set(strategies):
             given = f"{one.flag} {value}" if isinstance(value, str) else one.flag
+            if value is False:
+                given = one.opposite
             raise CommandError(
                 f"{given} means nothing to {', '.join(strategies)}; it is for {', '.join(used_by)}."
             )

@@ -15,12 +15,12 @@ import re
 import stat
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from zero_ref.lab.settings import read_settings
 from zero_ref.simulator._checks import nearest
-from zero_ref.simulator.options import OptionField
+from zero_ref.simulator.options import NONE, OptionField
 
 MOST_RANKS = 256
 """Real ranks: each is a process of this machine with torch in it."""
@@ -113,17 +113,27 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable[OptionField])
         option, default = one.option, one.asked(one.default)
         said: dict[str, Any] = {"dest": one.word, "help": option.help.replace("%(default)s", str(default))}
         if one.type is bool:
-            parser.add_argument(one.flag, action="store_true", **said)
+            parser.add_argument(one.flag, one.opposite, action=_Switch, default=False, **said)
         else:
             several: dict[str, Any] = {"action": "append"} if option.several else {"default": default}
             parser.add_argument(
                 one.flag,
                 type=_type_of(one),
-                choices=[one.asked(name) for name in option.choices] or None,
+                choices=[*map(one.asked, option.choices), *[NONE] * one.may_be_none] or None,
                 metavar=option.metavar,
                 **several,
                 **said,
             )
+
+
+class _Switch(argparse.Action):
+    """A bool with two words: the first one says yes, and the second one says no to what a preset has set."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **said: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **said)
+
+    def __call__(self, _: Any, namespace: argparse.Namespace, values: Any, word: str | None = None) -> None:
+        setattr(namespace, self.dest, word == self.option_strings[0])
 
 
 def _type_of(one: OptionField) -> Callable[[str], Any]:

@@ -41,7 +41,7 @@ def read_settings(actions: Iterable[argparse.Action], path: str) -> dict[str, An
     if not isinstance(values, dict):
         raise ValueError(f"--config {path} must hold an object of settings.")
     options = {
-        action.option_strings[-1].removeprefix("--"): action
+        next(word for word in action.option_strings if word.startswith("--"))[2:]: action
         for action in actions
         if action.option_strings and action.dest not in NO_SETTINGS
     }

@@ -21,6 +21,9 @@ from zero_ref.simulator._checks import check_name
 
 T = TypeVar("T")
 
+NONE = "none"
+"""The word that people give for a name that may be None, where a preset has chosen one."""
+
 
 # Sphinx reads the annotations of fields and knows no f-strings there, so a help is put together by functions.
 
@@ -118,6 +121,24 @@ class OptionField:
         """The word of a command line that gives it."""
         return f"--{self.word.replace('_', '-')}"
 
+    @property
+    def opposite(self) -> str:
+        """Of a bool, the word of a command line that says no to `flag`.
+
+        >>> names = ("fp8", "no_sync", "without_ddp")
+        >>> [OptionField((name,), bool, False, Option()).opposite for name in names]
+        ['--no-fp8', '--sync', '--with-ddp']
+        """
+        for said, denied in {"--no-": "--", "--without-": "--with-"}.items():
+            if self.flag.startswith(said):
+                return self.flag.replace(said, denied, 1)
+        return f"--no{self.flag[1:]}"
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether "none" is one of the words: of a name that is not chosen by default."""
+        return bool(self.option.choices) and self.default is None
+
     def asked(self, value: Any) -> Any:
         """A field's value as people give it: names have hyphens, and a number is of their unit.
 
@@ -132,6 +153,8 @@ class OptionField:
 
     def kept(self, value: Any) -> Any:
         """The field's value for what people gave; the other way round than `asked`."""
+        if self.may_be_none and value == NONE:
+            return None
         if self.option.choices:
             return next((name for name in self.option.choices if self.asked(name) == value), value)
         if self.type is bool:
