@@ -35,9 +35,11 @@ PARTS = ["The question", "The picture", "Predict", "Run", "Compare", "Exercises"
 
 EVERYDAY = {
     "drift": "the models drift apart",
+    "pass": "pass the group in",
     "reduce": "ranks reduce gradients, by any collective",
     "round": "the other way round, each order rounds differently",
     "schedule": "a learning-rate schedule",
+    "update": "a rank updates what it owns",
 }
 """Words of the glossary that are also needed in another sense, and an example of it."""
 
