@@ -316,10 +316,21 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "attention adds 27% to what the parameters' products take" in rows
     order = [
         row.split()[0]
-        for row in rows[: next(place for place, row in enumerate(rows) if row.startswith("idle"))]
+        for row in rows[rows.index("critical path") :]
         if row.split() and row.split()[0] in ("forward", "gather", "step")
     ]
     assert order == ["forward", "gather", "step"]
+    busy = rows[rows.index("busy") + 1 : rows.index("critical path")]
+    assert [re.sub(r" [\d,.]+ ms, \d+%", "", row) for row in busy] == ["computing", "the step", "network"]
+
+
+def test_each_link_has_a_row_where_there_are_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    words = ["simulate", "--model", "llama3-8b", "--ranks", "64", "--strategy", "zero-3"]
+    busy = as_json(capsys, *words)["strategies"]["zero-3"]["busy_ms"]
+    assert cli.main(words) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert any(row.startswith(f"between nodes {busy['between nodes']:.1f} ms, ") for row in rows)
 
 
 def test_each_prediction_has_the_interval_of_its_kind_of_program(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,25 @@ def test_one_rank_does_nothing_but_compute() -> None:
     assert run.fits is False, "16 MB are more than 1 MB"
 
 
+def test_a_resource_that_is_hidden_is_busy_all_the_same() -> None:
+    # 2 ranks on 2 nodes exchange 2,002,000 bytes at 1 GB/s; forward and backward take 6 x 10 x 1,001,000
+    # operations at 10^12 a second, of which backward hides nothing of its one bucket.
+    two = replace(PLAIN, ranks_per_node=1)
+    run = Scenario(MLP((1000, 1000)), two, 2, batch=10, bucket_view=True).run("ddp")
+    assert run.busy_ms == pytest.approx(
+        {
+            "computing": 0.06006 + 28.028,
+            "step": 28.028,
+            "network": 2.002,
+            "within nodes": 0,
+            "between nodes": 2.002,
+        }
+    )
+    assert run.exposed_ms == pytest.approx(2.002)
+    slower = Scenario(MLP((1000,) * 5), two, 2, batch=10_000, bucket_bytes=10**6).run("ddp")
+    assert slower.exposed_ms < 0.5 * slower.busy_ms["network"] < slower.busy_ms["network"]
+
+
 def test_a_rank_alone_holds_the_same_under_every_name_of_one_program() -> None:
     scenario = Scenario(MODELS["gpt2"], H100, 1, dtype="float32")
     ddp = scenario.run("ddp")
@@ -227,6 +246,15 @@ def test_the_parts_agree(strategy: str, scenario: Scenario) -> None:
     # All times are of one iteration, and what is exposed is idle.
     assert 0 <= run.exposed_ms <= run.idle_ms * (1 + 1e-9) + 1e-12
     assert run.idle_ms <= run.iteration_ms
+    busy = run.busy_ms
+    assert busy["step"] <= busy["computing"] <= run.iteration_ms * (1 + 1e-9)
+    assert busy["computing"] == pytest.approx(run.iteration_ms - run.idle_ms)
+    assert run.exposed_ms <= busy["network"] * (1 + 1e-9) + 1e-12
+    # No link works longer than the calls take, nor a lone link shorter, but for starting them.
+    assert max(busy["within nodes"], busy["between nodes"]) <= busy["network"] * (1 + 1e-9)
+    if not busy["between nodes"]:
+        calls_ms = scenario.cluster.call_us / 1e3 * run.calls
+        assert busy["within nodes"] >= busy["network"] - calls_ms - 1e-9
     assert sum(run.what_if.critical_ms.values()) == pytest.approx(run.iteration_ms)
     assert 0 < run.utilisation <= scenario.cluster.device.reached
     if scenario.world_size == 1:

@@ -41,8 +41,9 @@ def register_simulate(subparsers: Subparsers) -> None:
         "simulate",
         help="memory, traffic and time of a run, on a cluster that you do not have",
         description="Simulate one training iteration under one or several strategies: nothing is allocated "
-        "or sent. Memory, exposed communication and idle time are those of the rank that holds most; the "
-        "parts of the time are those of the critical path. MFU is model FLOPs utilisation, the share of the "
+        "or sent. Memory, exposed communication and computing are those of the rank that holds most. A link "
+        "is busy for what the calls would take if only this link took any time. The critical path says what "
+        "the iteration's time is spent on. MFU is model FLOPs utilisation, the share of the "
         f"device's peak that is reached by {MFU_COUNTS}.",
     )
     add_model(parser)

@@ -141,6 +141,7 @@ def _run_as_json(run: SimulatedRun, bill: Bill | None) -> dict[str, Any]:
         "iteration_interval_ms": list(run.time_interval),
         "exposed_communication_ms": run.exposed_ms,
         "idle_ms": run.idle_ms,
+        "busy_ms": run.busy_ms,
         "critical_path_ms": dict(run.what_if.critical_ms),
         "computing_ms": run.computing_ms,
         "iteration_ms_if": {BETTER[name]: ms for name, ms in run.what_if.improved_ms.items()},
@@ -341,17 +342,43 @@ def _rows(runs: Sequence[SimulatedRun], bill: Bill | None) -> list[Row]:
         Row("  exposed", [_ms(run.exposed_ms) for run in runs]),
         Row("time", [_ms(run.iteration_ms) for run in runs], "bold"),
         Row("  interval", [_interval(run.time_interval) for run in runs]),
+        *_busy_rows(runs),
+        Row("critical path", [""] * len(runs), "bold"),
     ]
     spent = {label for run in runs for label in run.what_if.critical_ms}
     for label in sorted(spent, key=LABELS.index):
         rows.append(Row(f"  {label}", [_ms(run.what_if.critical_ms.get(label, 0)) for run in runs]))
     return [
         *rows,
-        Row("idle", [_ms(run.idle_ms) for run in runs]),
         Row("tokens a second", [f"{run.tokens_per_second:,.0f}" for run in runs]),
         Row("MFU", [f"{run.utilisation:.1%}" for run in runs]),
         *_bill_rows(runs, bill),
     ]
+
+
+BUSY = {
+    "computing": "  computing",
+    "step": "    the step",
+    "network": "  network",
+    "within nodes": "    within nodes",
+    "between nodes": "    between nodes",
+}
+"""The rows of what is busy, as `SimulatedRun.busy_ms` names them."""
+
+
+def _busy_rows(runs: Sequence[SimulatedRun]) -> Iterator[Row]:
+    """Yield how long each resource works, and which share of the time that is."""
+    yield Row("busy", [""] * len(runs), "bold")
+    links = {"within nodes", "between nodes"}
+    several = any(run.busy_ms["between nodes"] for run in runs)
+    for name, label in BUSY.items():
+        if (name not in links or several) and any(run.busy_ms[name] for run in runs):
+            yield Row(label, [_share(run.busy_ms[name], run.iteration_ms) for run in runs])
+
+
+def _share(ms: float, of_ms: float) -> str:
+    """Milliseconds, and the share of the iteration that they are."""
+    return f"{_ms(ms)}, {ms / of_ms:.0%}" if ms else "-"
 
 
 def _verdict(run: SimulatedRun) -> str:

@@ -163,6 +163,10 @@ def _span(ranks_per_node: int, first: int, ranks: int) -> _Span:
     return _Span(1 + full + (on_last > 0), min(counts), max(counts))
 
 
+FREE_GB_PER_S = 1e15
+"""The rate of a link that takes no time worth counting."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Equal nodes of equal devices, a rank on each.
@@ -334,6 +338,8 @@ class Cluster:
     ) -> float:
         """The milliseconds of the collective of a group whose ranks lie on nodes in this way."""
         inside_bytes = load.busiest_bytes if at_once is None else load.total_bytes * at_once
+        if span.most == 1:
+            inside_bytes = 0.0  # each rank is on a node of its own
         within = self.link_of_op.get(op) or self._inner(op, span)
         if op in ("exchange", "send"):
             if span.nodes == 1:
@@ -408,6 +414,24 @@ class Cluster:
             between=self.between.scaled(**factors),
             link_of_op={op: link.scaled(**factors) for op, link in self.link_of_op.items()},
         )
+
+    def with_only(self, link: str) -> Cluster:
+        """The same cluster, where one of the two links is as it is and nothing else takes time.
+
+        >>> h100 = cluster("h100-ib")
+        >>> [round(h100.with_only(link).ms("all_gather", 1e9, 64), 2) for link in ("within", "between")]
+        [2.86, 2.73]
+        >>> round(h100.ms("all_gather", 1e9, 64), 2)
+        3.03
+
+        Args:
+            link: "within" or "between".
+        """
+        check_name("link", link, ("within", "between"))
+        of_op = self.link_of_op if link == "within" else {}
+        other = "between" if link == "within" else "within"
+        free: dict[str, Any] = {other: Link(0, FREE_GB_PER_S)}
+        return replace(self, call_us=0, link_of_op=of_op, **free)
 
     def to_json(self) -> str:
         """As text that `Cluster.from_json` reads."""

@@ -112,6 +112,14 @@ class Played:
             )
         )
 
+    def link_ms(self, link: str) -> float:
+        """The milliseconds of all calls if only one link, "within" nodes or "between" them, took any time."""
+        if self.cluster.nodes(self.schedule.world_size) == 1 and link == "between":
+            return 0.0
+        of_link = price(self.schedule, self.cluster.with_only(link), Workload(0))
+        calls = zip(self.schedule.operations, of_link)
+        return sum(cost.ms for one, cost in calls if one.lane == NETWORK)
+
     def _of_rank(self, rank: int) -> Iterator[tuple[Operation, float, float]]:
         """Each operation with its begin and end on one rank, computed from the known ends of the calls."""
         free_ms: dict[str, float] = {}

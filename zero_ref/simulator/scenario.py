@@ -19,6 +19,7 @@ from zero_ref.plan.rules import equal_shares
 from zero_ref.simulator.ledger import Convention, nbytes_of
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
 from zero_ref.simulator.models import blocks
+from zero_ref.simulator.operations import NETWORK
 from zero_ref.simulator.options import used_values
 from zero_ref.simulator.peak import with_peak
 from zero_ref.simulator.play import Played, play
@@ -28,7 +29,7 @@ from zero_ref.simulator.recipe import LOCAL_SGD, RECIPES, Recipe, recipe
 from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
 from zero_ref.simulator.spread import around, fits, interval_of_memory
-from zero_ref.simulator.timeline import Timeline
+from zero_ref.simulator.timeline import Timeline, covered_ms
 from zero_ref.simulator.training import DTYPES
 
 
@@ -425,6 +426,24 @@ class SimulatedRun:
         """Milliseconds in which the fullest rank computes nothing, until the last rank ends."""
         done_early_ms = self.played.makespan_ms - self.timeline.makespan_ms
         return self._an_iteration(self.timeline.idle_ms + done_early_ms)
+
+    @cached_property
+    def busy_ms(self) -> dict[str, float]:
+        """Milliseconds of an iteration in which each resource works, be it hidden behind another or not.
+
+        "computing" is of the fullest rank, and "step" the part of it that updates. "network" is what all
+        calls take. "within nodes" and "between nodes" are what they would take if only these links took any
+        time. The resource that works nearly all of the time decides how long an iteration is.
+        """
+        steps = (event for event in self.timeline.events if event.label == "step")
+        found = {
+            "computing": self.timeline.computing_ms,
+            "step": covered_ms(steps),
+            "network": covered_ms(self.timeline.on(NETWORK)),
+            "within nodes": self.played.link_ms("within"),
+            "between nodes": self.played.link_ms("between"),
+        }
+        return {name: self._an_iteration(ms) for name, ms in found.items()}
 
     @cached_property
     def what_if(self) -> WhatIf:

@@ -71,7 +71,7 @@ class Timeline:
     @property
     def idle_ms(self) -> float:
         """The milliseconds in which this rank computes nothing."""
-        return self.makespan_ms - self._computing_ms
+        return self.makespan_ms - self.computing_ms
 
     @property
     def serial_ms(self) -> float:
@@ -81,10 +81,11 @@ class Timeline:
     @property
     def exposed_ms(self) -> float:
         """Exposed communication: how long the network is busy while this rank computes nothing."""
-        return covered_ms(self.events) - self._computing_ms
+        return covered_ms(self.events) - self.computing_ms
 
     @property
-    def _computing_ms(self) -> float:
+    def computing_ms(self) -> float:
+        """The milliseconds in which this rank computes."""
         return covered_ms(event for event in self.events if event.lane != NETWORK)
 
 
