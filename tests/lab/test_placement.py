@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import zero_ref
 from zero_ref.comm import devices
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT, batch, language_reference
-from zero_ref.lab.placement import Placement, device_here, place_ranks
+from zero_ref.lab.placement import Placement, device_here, in_notebook, place_ranks
 
 Machine = Callable[..., None]
 CPU = torch.device("cpu")
@@ -121,6 +123,37 @@ def test_variables_decide_on_a_machine_with_two_accelerators(
 ) -> None:
     machine(2, **variables)
     assert place_ranks(2, backend) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "backend", "expected"),
+    [
+        ({"DEVICE": "cuda"}, "gloo", on("cpu", "cpu")),
+        ({"DEVICE": "cuda"}, None, on("cuda:0", "cuda:1", backend="nccl")),
+        ({"DEVICE": "cuda:1"}, None, on("cuda:1", "cuda:1")),
+        ({"DEVICE": "cpu"}, None, on("cpu", "cpu")),
+        ({"BACKEND": "nccl"}, "gloo", on("cuda:0", "cuda:1", backend="nccl")),
+    ],
+)
+def test_a_notebook_has_no_default_device_and_its_gloo_stays_on_the_cpu(
+    variables: dict[str, str],
+    backend: str | None,
+    expected: Placement,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shell = SimpleNamespace(kernel=None)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    machine(2, **variables)
+    assert place_ranks(2, backend) == expected
+
+
+@pytest.mark.parametrize("shell", [None, SimpleNamespace()], ids=["no shell", "a terminal's"])
+def test_a_process_that_imported_ipython_is_no_notebook(
+    shell: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert not in_notebook()
 
 
 @pytest.mark.parametrize(

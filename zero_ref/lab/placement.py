@@ -15,7 +15,7 @@ Two environment variables of the process that starts ranks override this, for al
 - ZERO_REF_DEVICE: "cpu"; a kind of accelerator, by torch's name, for the ranks in turn; or one accelerator,
   a kind with a number, for all of them. An accelerator that is named so also becomes the ranks' default
   device: code that names no device, such as this package's tests, runs there, and what a call brings along
-  is there.
+  is there. In a notebook it becomes no default device, and Gloo that is asked for by name stays on the CPU.
 - ZERO_REF_BACKEND: "gloo" or "nccl", whatever backend a call asks for.
 
 In a rank's own environment ZERO_REF_DEVICE names that rank's device.
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 from typing import NamedTuple
 
 import torch
@@ -106,12 +107,9 @@ def place_ranks(world_size: int, backend: str | None = None, *, rpc: bool = Fals
     if rpc and backend in (None, GLOO):
         return Placement(GLOO, on_cpu)
     named = os.environ.get(DEVICE) or None
-    if named is not None:
-        where = _named_devices(named, world_size)
-    elif backend == GLOO and asked in (None, GLOO):
+    where = _in_turn(world_size) if named is None else _named_devices(named, world_size)
+    if backend == GLOO and asked in (None, GLOO) and (named is None or in_notebook()):
         where = on_cpu
-    else:
-        where = _in_turn(world_size)
     one_each = where != on_cpu and len(set(where)) == world_size
     chosen = asked or backend or (own if one_each and own else GLOO)
     if chosen != GLOO and not (one_each and chosen == own):
@@ -124,7 +122,14 @@ def place_ranks(world_size: int, backend: str | None = None, *, rpc: bool = Fals
         if named is not None:
             raise ValueError(f"{DEVICE} is {named!r}, and Gloo takes no tensors there: set it to cpu.")
         where = on_cpu
-    return Placement(chosen, where, is_default=named is not None and where != on_cpu)
+    is_default = named is not None and where != on_cpu and not in_notebook()
+    return Placement(chosen, where, is_default)
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook, whose cells say what is on which device."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def _in_turn(world_size: int) -> tuple[str, ...]:
