@@ -206,11 +206,11 @@ def pages_of_chapter(number):
 
 
 @pytest.mark.parametrize("number", sorted(int(path.stem[:2]) for path in chapters_in(NOTEBOOKS)))
-def test_a_chapter_links_back_to_the_pages_that_name_it(number):
+def test_a_chapter_links_only_to_pages_of_the_reference_that_name_it(number):
     notebook = json.loads((BOOK.parent / f"{api.chapter_file(number)[1:]}.ipynb").read_text(encoding="utf-8"))
     last = "".join(notebook["cells"][-1]["source"])
     linked = set(re.findall(r"\(\.\./book/api/(\w+)\.md\)", last))
-    assert linked == pages_of_chapter(number)
+    assert linked <= pages_of_chapter(number)
 
 
 # ------------------------------------------------------------------------------------------- docstrings
