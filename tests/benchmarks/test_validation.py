@@ -136,13 +136,13 @@ def test_every_miss_has_a_cause() -> None:
 
 
 def test_validation_page_says_which_new_sources_meet_the_targets() -> None:
-    """Time and memory: a median of 8%. Memory: 25% at the most, and 80% of both inside."""
+    """A median of 8%, memory off by 25% at the most, and 80% inside: met for times alone."""
     of_time, of_memory = (dict(judged.summaries(validate().of(figure))) for figure in FIGURES)
     assert of_time["new, vendor"].median_error < 8 / 100 < of_time["new, all"].median_error
     assert "new, vendor" not in of_memory
     assert of_memory["new, all"].median_error > 8 / 100
     assert of_memory["new, all"].worst_error > 25 / 100
-    assert max(of_time["new, all"].inside, of_memory["new, all"].inside) < 4 / 5
+    assert of_memory["new, all"].inside < 4 / 5 < of_time["new, all"].inside
 
 
 def test_validation_page_says_which_figures_are_fitted_and_which_are_misses() -> None:

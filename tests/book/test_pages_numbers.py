@@ -304,6 +304,9 @@ def test_before_you_rent_says_what_each_way_of_computing_changes() -> None:
     assert (adapted.trained_numel, adapted.numel) == (41_943_040, 8_072_204_288)
     assert "of Llama 3 8B, 41,943,040 parameters of 8,072,204,288 are trained" in page
     assert "| LoRA | `--lora 16`," in page
+    shares = [CLUSTERS["h100-ib"].device.attention_by[name] for name in ("cudnn", "flash-3", "flash-4")]
+    assert [*shares, CLUSTERS["h100-ib"].device.attention_reached] == [0.56, 0.58, 0.65, 0.34]
+    assert "on an H100 it reaches 0.56, 0.58 or 0.65 of the peak, and FlashAttention-2 0.34" in page
 
 
 def test_before_you_rent_says_what_stored_scores_take() -> None:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import cluster
-from zero_ref.simulator.device import Device
+from zero_ref.simulator.device import ATTENTION_KERNELS, Device
+from zero_ref.simulator.devices import DEVICES
 from zero_ref.simulator.kernels import (
+    BACKWARD_OF_FLASH,
     COMPILED,
     EAGER,
     RECOMPUTED,
@@ -103,11 +105,51 @@ def test_kernels_of_a_vendor_cast_each_operand_to_fp8_once() -> None:
     assert fp8.backward.touched_bytes - plain.backward.touched_bytes == 4 * results
 
 
-def test_attention_of_a_vendor_is_faster_where_it_was_written_for_the_gpu() -> None:
-    for name, share in (("h100-ib", 0.54), ("a100-ib", 0.60)):
-        scenario = Scenario(LLAMA, cluster(name), 1, vendor_kernels=True)
-        assert scenario.machine.device.attention_reached == share
-    assert Scenario(LLAMA, cluster("h100-ib"), 1).machine.device.attention_reached == 0.34
+@pytest.mark.parametrize(
+    ("name", "usual", "shares"),
+    [
+        ("h100-ib", 0.34, {"flash-2": 0.34, "flash-3": 0.58, "flash-4": 0.65, "cudnn": 0.56}),
+        ("b200-ib", 0.44, {"flash-2": 0.14, "cudnn": 0.44}),
+        ("a100-ib", 0.60, {"flash-2": 0.60, "cudnn": 0.60}),  # cuDNN's is not taken there
+    ],
+)
+def test_attention_reaches_the_share_of_its_kernel(name: str, usual: float, shares: dict[str, float]) -> None:
+    machine = cluster(name)
+    assert Scenario(LLAMA, machine, 1).machine.device.attention_reached == usual
+    for kernel in ATTENTION_KERNELS:
+        if kernel in shares:
+            scenario = Scenario(LLAMA, machine, 1, attention_kernel=kernel)
+            assert scenario.machine.device.attention_reached == shares[kernel]
+        else:
+            with pytest.raises(ValueError, match=f"nothing is known of the attention of {kernel}"):
+                Scenario(LLAMA, machine, 1, attention_kernel=kernel)
+
+
+def test_a_kernel_of_fused_attention_is_refused_where_attention_is_not_fused() -> None:
+    with pytest.raises(ValueError, match="is of fused attention; attention is unfused"):
+        Scenario(LLAMA, cluster("h100-ib"), 1, attention="unfused", attention_kernel="flash-3")
+    # An option of norms and gates says nothing about attention.
+    vendor = Scenario(LLAMA, cluster("h100-ib"), 1, vendor_kernels=True)
+    assert vendor.machine.device.attention_reached == 0.34
+
+
+def test_shares_of_attention_are_of_the_published_rates() -> None:
+    """Forward makes 2 products and backward 5: devices.py says where the rates are from."""
+    rates = {
+        ("H200", "flash-3"): (602, 559),
+        ("H200", "flash-4"): (675, 629),
+        ("H200", "cudnn"): (655, 526),
+        ("B200", "flash-2"): (373, 299),
+        ("B200", "cudnn"): (1171, 943),
+        ("GB200", "flash-4"): (1576, 1280),
+        ("GB200", "cudnn"): (1559, 1297),
+        ("GB300", "flash-4"): (1888, 1409),
+        ("GB300", "cudnn"): (1886, 1420),
+    }
+    for (name, kernel), (forward, backward) in rates.items():
+        device = DEVICES[name]
+        together = (1 + BACKWARD_OF_FLASH) / (1 / forward + BACKWARD_OF_FLASH / backward)
+        assert together / device["tflops"] == pytest.approx(device["attention_by"][kernel], abs=0.006)
 
 
 def test_what_a_token_touches_in_a_block_of_llama() -> None:

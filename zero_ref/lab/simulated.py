@@ -273,6 +273,14 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
                 "update, but under zero-3, which keeps no others; its memory is counted and its time is not"
             )
     yield f"four in five: of programs of the kind {scenario.program}, by runs that others published"
+    known = scenario.cluster.device.attention_by
+    if scenario.attention_kernel is None and known.get("cudnn", 0) > (
+        scenario.machine.device.attention_reached or 1
+    ):
+        yield (
+            "supposed: attention is FlashAttention-2's; torch from 2.11 on takes cuDNN's on this GPU: "
+            "--attention-kernel cudnn"
+        )
     if device_share := cluster.device.allocator_share:
         yield f"supposed: the allocator reserves {device_share:.0%} more than is allocated"
         if any(scenario.recipe(run.strategy).stage == 3 for run in runs):

@@ -8,7 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from zero_ref.simulator._checks import check_number
+from zero_ref.simulator._checks import check_name, check_number
+
+ATTENTION_KERNELS = {
+    "flash-2": "FlashAttention-2, which torch's scaled_dot_product_attention takes",
+    "flash-3": "FlashAttention-3, on Hopper",
+    "flash-4": "FlashAttention-4, on Hopper and Blackwell",
+    "cudnn": "cuDNN's, on Hopper and Blackwell, which Transformer Engine takes, and torch from 2.11 on",
+}
+"""The kernels of fused attention by name. They keep as much for backward.
+
+Source: torch prefers cuDNN's on compute capabilities 9.0 and 10.0 where cuDNN is newer than 9.15
+(aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), which its wheels have from 2.11 on
+(https://github.com/huggingface/transformers/pull/48163).
+"""
 
 
 @dataclass(frozen=True)
@@ -28,9 +41,9 @@ class Device:
         product_passes: the time that a matrix product takes for its bytes, beside that for its operations, as
             so many times that of reading and writing its matrices once. Small products have more of them for
             each operation.
-        attention_reached: the share of `tflops` that flash attention reaches; None for `reached`.
-        vendor_attention_reached: the share that attention reaches by kernels for this device alone, as those
-            of cuDNN; None where these are no faster.
+        attention_reached: the share of `tflops` that fused attention reaches by the kernel that is taken
+            unless another is asked for; None for `reached`.
+        attention_by: that share by the name of the kernel, one of ATTENTION_KERNELS, as far as it is known.
         memory_reached: the share of `memory_gb_per_s` that kernels reach which are limited by it. None where
             `reached` was measured on whole training, with such kernels: they are then not priced.
         allocator_share: of what tensors take, what the allocator reserves on top.
@@ -52,13 +65,13 @@ class Device:
     update_overhead_us: float = 0.0
     product_passes: float = 0.0
     attention_reached: float | None = None
-    vendor_attention_reached: float | None = None
     memory_reached: float | None = None
     allocator_share: float = 0.0
     library_gb: float = 0.0
     host_link_gb_per_s: float | None = None
     host_memory_gb_per_s: float | None = None
     peaks: Mapping[str, float] = field(default_factory=dict, hash=False)
+    attention_by: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_number(f"{self.name}: tflops", self.tflops, above=True)
@@ -74,8 +87,11 @@ class Device:
                 check_number(f"{self.name}: {name}", getattr(self, name), above=True)
         for name, peak in self.peaks.items():
             check_number(f"{self.name}: the peak in {name}", peak, above=True)
-        for name in ("reached", "attention_reached", "vendor_attention_reached", "memory_reached"):
-            share = getattr(self, name)
+        shares = {name: getattr(self, name) for name in ("reached", "attention_reached", "memory_reached")}
+        for name, share in self.attention_by.items():
+            check_name("kernel of attention", name, ATTENTION_KERNELS)
+            shares[f"attention_by {name}"] = share
+        for name, share in shares.items():
             if share is not None and not 0 < share <= 1:
                 raise ValueError(
                     f"{self.name}: {name} is a share of the peak, above 0 up to 1, got {share:g}."
@@ -94,6 +110,29 @@ class Device:
         """
         peak = self.peaks.get(dtype, self.tflops)
         return self if peak == self.tflops else replace(self, tflops=peak)
+
+    def with_attention(self, kernel: str) -> Device:
+        """The device whose attention is this kernel's.
+
+        >>> from zero_ref.simulator.cluster import cluster
+        >>> h100 = cluster("h100-ib").device
+        >>> [h100.with_attention(kernel).attention_reached for kernel in ATTENTION_KERNELS]
+        [0.34, 0.58, 0.65, 0.56]
+
+        Programs that ask for cuDNN's have FlashAttention-2 on GPUs before Hopper, as Transformer Engine has.
+
+        Raises:
+            ValueError: the kernel is unknown, or nothing is known of it on this device.
+        """
+        check_name("kernel of attention", kernel, ATTENTION_KERNELS)
+        known = self.attention_by
+        share = known.get(kernel, known.get("flash-2") if kernel == "cudnn" else None)
+        if share is None:
+            raise ValueError(
+                f"{self.name}: nothing is known of the attention of {kernel}; known are "
+                f"{', '.join(known) or 'none'}."
+            )
+        return self if share == self.attention_reached else replace(self, attention_reached=share)
 
     def faster(self, *, computing: float = 1.0, memory: float = 1.0) -> Device:
         """The device with these multiples of its rates: of products in every dtype, and of its memory.

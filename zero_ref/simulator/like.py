@@ -28,6 +28,7 @@ LIKE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "without_ddp": True,
             "fused_loss": True,
             "vendor_kernels": True,
+            "attention_kernel": "cudnn",
             "program": "vendor",
         },
         "deepspeed": {

@@ -40,8 +40,8 @@ class RankWork(Training):
         494.5
         """
         device = self.cluster.device.in_dtype("tf32" if self.tf32 else self.computed_in)
-        if self.vendor_kernels and device.vendor_attention_reached is not None:
-            device = replace(device, attention_reached=device.vendor_attention_reached)
+        if self.attention_kernel is not None:
+            device = device.with_attention(self.attention_kernel)
         return self.cluster if device is self.cluster.device else replace(self.cluster, device=device)
 
     @property

@@ -9,6 +9,7 @@ from zero_ref.plan.partition import check_world_size
 from zero_ref.simulator.activations import ATTENTION, CHECKPOINTING, kinds_apart
 from zero_ref.simulator.autocast import AUTOCAST
 from zero_ref.simulator.cluster import Cluster
+from zero_ref.simulator.device import ATTENTION_KERNELS
 from zero_ref.simulator.devices import DEVICES
 from zero_ref.simulator.ledger import STATE_RULES, state_rule
 from zero_ref.simulator.lora import LORA_ON
@@ -116,8 +117,7 @@ class Training:
         metavar="KIND", choices=KINDS,
     )] = DEFAULT
     vendor_kernels: Annotated[bool, Option(
-        "norms, rotary positions and gates are one kernel each, and attention is written for the GPU, as in "
-        "Transformer Engine and Megatron-LM",
+        "norms, rotary positions and gates are one kernel each, as in Transformer Engine and Megatron-LM",
     )] = False
     fused_loss: Annotated[bool, Option(
         "the cross-entropy is one kernel, which keeps no copy of the logits in 32 bits",
@@ -146,6 +146,11 @@ class Training:
     attention: Annotated[str, Option(
         explained(ATTENTION) + " (default: %(default)s)", metavar="HOW", choices=ATTENTION,
     )] = "fused"
+    attention_kernel: Annotated[str | None, Option(
+        "of fused attention: " + explained(ATTENTION_KERNELS)
+        + " (default: FlashAttention-2, and cuDNN's on B200, GB200 and GB300)",
+        metavar="KERNEL", choices=ATTENTION_KERNELS,
+    )] = None
     autocast: Annotated[str | None, Option(
         "torch.autocast over float32 parameters: matrix products are computed in this dtype, and weights are "
         "cast to it in each forward: " + listed(AUTOCAST), metavar="DTYPE", choices=AUTOCAST,
@@ -280,6 +285,13 @@ class Training:
                 f"gradient_dtype {self.gradient_dtype} beside parameters of {self.dtype}: gradients are kept "
                 "in the parameters' dtype, or in float32."
             )
+        if self.attention_kernel is not None:
+            if self.attention != "fused":
+                raise ValueError(
+                    f"attention_kernel {self.attention_kernel} is of fused attention; attention is "
+                    f"{self.attention}."
+                )
+            device.with_attention(self.attention_kernel)
         if self.tf32 and self.computed_in != "float32":
             raise ValueError(f"tf32 is how products of float32 are made; the dtype is {self.computed_in}.")
         if self.tf32 and "tf32" not in device.peaks:
