@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "book" / "numbers.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
-REPRODUCED = ("what", "published", "source", "computed by", "tested by")
+REPRODUCED = ("what", "published", "source", "computed by")
 TAKEN_OVER = ("what", "published", "source", "taken as")
 
 LETTERS = [
@@ -135,16 +135,7 @@ def test_each_expression_gives_what_is_published(row: Row) -> None:
     assert disagreement(row.cells["published"], expression) == ""
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.reproduced], ids=name_of)
-def test_the_tests_it_names_are_there(row: Row) -> None:
-    named = code_of(row.cells["tested by"])
-    assert named
-    for test in named:
-        file, _, function = test.partition("::")
-        assert function in functions_in(file), test
-
-
-def test_so_are_the_tests_named_between_the_tables() -> None:
+def test_the_tests_that_the_page_names_are_there() -> None:
     for file, function in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", TEXT):
         assert functions_in(file) >= {function} - {""}, (file, function)
 
