@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from benchmarks.offload import offload
 from benchmarks.published import Run, published
 from benchmarks.tables import aligned
 from zero_ref.simulator.spread import (
@@ -313,7 +314,8 @@ def _percent(share: float) -> str:
 
 
 VIEWS: dict[str, Callable[..., Iterator[str]]] = {
-    f"validation_{view.__name__}": view for view in (sources, figures, summary, intervals, causes, fitting)
+    f"validation_{view.__name__}": view
+    for view in (sources, figures, summary, intervals, causes, fitting, offload)
 }
 
 
@@ -323,7 +325,12 @@ def main() -> None:
     tables: list[tuple[str, Iterable[str]]] = [("the runs", sources(here))]
     for figure in FIGURES:
         tables += [(figure, figures(here, figure)), (f"{figure}, by kind", summary(here, figure))]
-    last = {"intervals": intervals, "what is off, and why": causes, "does it fit?": fitting}
+    last = {
+        "intervals": intervals,
+        "what is off, and why": causes,
+        "does it fit?": fitting,
+        "offload": offload,
+    }
     tables += [(title, view(here)) for title, view in last.items()]
     for title, lines in tables:
         print(f"{title}\n")

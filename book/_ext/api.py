@@ -142,6 +142,7 @@ CHAPTER_OF = {
     "zero_ref.simulator.scenario": 17,
     "zero_ref.simulator.training": 17,
     "zero_ref.simulator.updates": 16,
+    "zero_ref.simulator.offload": 16,
     "zero_ref.simulator.autocast": 16,
     "zero_ref.simulator.lora": 16,
     "zero_ref.simulator.rank_work": 17,

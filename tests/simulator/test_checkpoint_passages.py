@@ -209,7 +209,7 @@ def test_the_table_fits_into_80_columns_and_says_what_is_supposed(capsys: pytest
     ("words", "said"),
     [
         (["--compare", "ddp"], "Under ddp, with these options, elements have no owner."),
-        (["--offload"], "Leave out --offload"),
+        (["--offload", "state"], "Leave out --offload"),
     ],
 )
 def test_what_cannot_be_said_of_a_checkpoint_is_refused(

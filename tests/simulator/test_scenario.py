@@ -152,8 +152,8 @@ def test_accumulation_computes_more_and_sends_as_the_recipe_says(strategy: str) 
 
 
 def test_what_is_offloaded_is_on_the_host_and_takes_its_time() -> None:
-    here, there = (Scenario(MODELS["gpt2"], H100, 4, offload=offload) for offload in (False, True))
-    for strategy in ("zero", "zero-even", "zero-2"):
+    here, there = (Scenario(MODELS["gpt2"], H100, 4, offload=offload) for offload in (None, "state"))
+    for strategy in ("ddp", "zero", "zero-even", "zero-2", "zero-3"):
         a, b = here.run(strategy), there.run(strategy)
         on_device, offloaded = a.memories[0], b.memories[0]
         state = on_device.master_bytes + on_device.moment_bytes + on_device.scalar_bytes
@@ -163,12 +163,12 @@ def test_what_is_offloaded_is_on_the_host_and_takes_its_time() -> None:
         assert a.schedule == b.schedule, "the same calls, and as much state"
         step_ms = b.what_if.critical_ms["step"]
         assert step_ms > 5 * a.what_if.critical_ms["step"]
-    with pytest.raises(ValueError, match="offload means nothing to ddp; it is for zero, zero-bucket"):
-        there.run("ddp")
+    with pytest.raises(ValueError, match="offload means nothing to local-sgd; it is for ddp, zero, zero-b"):
+        there.run("local-sgd")
     with pytest.raises(ValueError, match="offload is for elementwise optimizers; Muon"):
-        Scenario(SMALL, H100, 4, offload=True, optimizer="Muon+AdamW")
+        Scenario(SMALL, H100, 4, offload="state", optimizer="Muon+AdamW")
     with pytest.raises(ValueError, match="one CPU core: nothing can be offloaded"):
-        Scenario(SMALL, cluster("loopback"), 4, offload=True).run("zero-2")
+        Scenario(SMALL, cluster("loopback"), 4, offload="state").run("zero-2")
 
 
 def test_the_allocators_share_is_fitted_to_two_runs() -> None:
@@ -271,7 +271,9 @@ def test_the_parts_agree(strategy: str, scenario: Scenario) -> None:
         *(("zero-2", {"shard_group": 8}), ("zero-2", {"way": "in_forward", "shard_group": 1})),
         *((strategy, {"accumulation": 2, "no_sync": True}) for strategy in ("zero-2", "zero-3")),
         *(("zero-3", {"shard_group": 8}), ("zero-3", {"reduce_dtype": "float32", "shard_group": 1})),
-        ("zero-even", {"offload": True}),
+        ("zero-even", {"offload": "state"}),
+        ("zero-3", {"offload": "state", "offload_fraction": 0.5}),
+        *((strategy, {"offload": "in_backward"}) for strategy in ("zero-2", "zero-3")),
     ],
 )
 def test_the_peak_of_the_phases_is_that_of_the_timeline(strategy: str, options: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ RUNS: list[Recipe] = [
         ],
         "zero-even": [
             {"accumulation": 2},
-            {"reduce_dtype": "float32", "offload": True},
+            {"reduce_dtype": "float32", "offload": "state"},
             {"to_owners": True},
             {"to_owners": True, "reduced_by": "reduce", "way": "interleaved"},
         ],
@@ -82,7 +82,7 @@ RUNS: list[Recipe] = [
             {"accumulation": 2, "way": "in_forward"},
             {"reduce_dtype": "float32"},
             {"reduce_dtype": "bfloat16", "shard_group": 2},
-            {"offload": True, "accumulation": 2, "shard_group": 1},
+            {"offload": "state", "accumulation": 2, "shard_group": 1},
         ],
         "zero-3": [
             {"accumulation": 3},

@@ -30,6 +30,7 @@ NOT_ASKED = {
     "period",
     "gradient_group",
     "offload",
+    "offload_fraction",
 }
 """Fields of a scenario that are no options here: a way of `ways_of` sets them, or they stay as usual."""
 

@@ -72,7 +72,7 @@ def _trained(scenario: Scenario, strategy: str) -> TrainConfig | None:
         and scenario.lora is None
         and scenario.gradient_dtype in (None, scenario.dtype)
         and scenario.accumulation == 1
-        and not scenario.offload
+        and scenario.offload is None
         and (scenario.shard_group is None or recipe(strategy).without_ddp)
         and (scenario.world_size <= of_node or scenario.world_size % of_node == 0)
     )
@@ -109,7 +109,10 @@ def program(scenario: Scenario, strategy: str) -> list[str] | None:
     optimizer = torch.optim.AdamW(model.parameters())
     """
     runs = scenario.optimizer in STATE_RULES and "+" not in scenario.optimizer
-    if not runs or strategy not in _LINES:
+    offloads = scenario.offload is None or (
+        scenario.offload == "state" and scenario.offload_fraction == 1 and recipe(strategy).stage < 3
+    )
+    if not (runs and offloads) or strategy not in _LINES:
         return None
     lines = ["import torch", *_LINES[strategy](scenario), *_accumulating(scenario, strategy)]
     if scenario.gradient_dtype not in (None, scenario.dtype):
@@ -125,7 +128,7 @@ def program(scenario: Scenario, strategy: str) -> list[str] | None:
 
 def _ddp(scenario: Scenario) -> list[str]:
     wrapped = ["from torch.nn.parallel import DistributedDataParallel", _wrapped_in_ddp(scenario)]
-    if _mixed(scenario):
+    if _mixed(scenario) or scenario.offload:
         made = _sharded(scenario, "sorted_greedy", ALONE)
         return ["import torch.distributed as dist", *wrapped, *made]
     return [*wrapped, f"optimizer = torch.optim.{scenario.optimizer}(model.parameters())"]

@@ -265,6 +265,11 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
         )
     if scenario.fp8:
         yield f"MFU: of {cluster.device.tflops:g} TFLOPS, the peak in 16 bits, also where products are in FP8"
+    if scenario.offload:
+        yield (
+            f"supposed: the CPU updates at {cluster.device.host_memory_gb_per_s:g} GB/s a GPU, as fast as "
+            "its memory; three published programs needed 2 to 4 times as long"
+        )
     if scenario.update == "fused" and cluster.backend == "nccl":
         yield "supposed: one fused kernel makes the update; torch's own choice on GPUs is --update foreach"
         if any(scenario.settings(run.strategy).masters_apart for run in runs):

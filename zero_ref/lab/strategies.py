@@ -197,8 +197,17 @@ def make_optimizer(
 
     Args:
         group: the ranks that share the state; None for all.
+    Raises:
+        ValueError: the recipe puts on the CPU what no ZeroRedundancyOptimizer does.
     Collective: all ranks of the default group.
     """
+    if recipe.offload is not None and not (
+        recipe.partition and recipe.offload == "state" and recipe.offload_fraction == 1
+    ):
+        raise ValueError(
+            f"strategy {recipe.name!r} with offload={recipe.offload!r} is simulated and not trained here: a "
+            "ZeroRedundancyOptimizer keeps the whole state on the CPU, by state_device=."
+        )
     masters, params = keeps_masters(recipe), list(model.parameters())
     if recipe.partition is None and not masters:
         return torch.optim.AdamW(params, lr=learning_rate)

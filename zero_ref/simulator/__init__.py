@@ -16,6 +16,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `peak`: the moments of an iteration at which most may be held;
 - `memory`: everything that a rank holds, item by item, on average and exactly for a partition;
 - `operations`: what is computed, what is sent, and what waits for what;
+- `offload`: state and gradients on the CPU, which makes a part of the update;
 - `messages`: what carries new parameters from their owners to all ranks;
 - `strategy`: the base class of all strategies, which list their operations in order and say what they hold;
 - `data_parallel`, `sharded`, `stage_3`, `local_sgd`: a class for each strategy;

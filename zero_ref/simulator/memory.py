@@ -23,6 +23,7 @@ from zero_ref.simulator.ledger import (
     state_rule,
 )
 from zero_ref.simulator.models import blocks
+from zero_ref.simulator.offload import gradients_leave
 from zero_ref.simulator.updates import update_kernels
 
 FIRST_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
@@ -65,7 +66,9 @@ class MemorySettings:
         no_sync: at stages 2 and 3, such gradients are whole on every rank until the last backward.
         reduced_itemsize: bytes of an element of gradients on their way; None for those of the gradients.
         masters_apart: the optimizer steps 32-bit copies, for which it converts the gradients of its shard.
-        offload: masters, moments and scalars are on the CPU, and the step goes through them in small pieces.
+        offload: one of `offload.OFFLOADS`: masters, moments and scalars are on the CPU, and gradients too
+            unless they add up on the device.
+        offload_fraction: the part of them that is there.
     Raises:
         ValueError: a stage, name or number is not accepted.
     """
@@ -92,7 +95,8 @@ class MemorySettings:
     no_sync: bool = False
     reduced_itemsize: int | None = None
     masters_apart: bool = False
-    offload: bool = False
+    offload: str | None = None
+    offload_fraction: float = 1.0
 
     def __post_init__(self) -> None:
         check_stage(self.stage)
@@ -113,6 +117,11 @@ class MemorySettings:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         if self.flat and self.stage not in (1, 2):
             raise ValueError(f"flat tensors are for stages 1 and 2; stage {self.stage} keeps none.")
+
+    @property
+    def gradients_leave(self) -> bool:
+        """Gradients go to the CPU in every pass. At stages 0 and 1 those of several passes add up first."""
+        return gradients_leave(self.offload) and not (self.accumulates and self.stage < 2)
 
     @property
     def gradients_stay(self) -> bool:
@@ -142,6 +151,7 @@ class Memory:
         phase_bytes: of tensors in each of PHASES.
         peak_items: bytes by item at the peak, which add up to it.
         host_bytes: on the CPU, and no item of the device.
+        left_gradient_bytes: of these, gradients, which leave the device while backward makes them.
     """
 
     parameter_bytes: float
@@ -160,6 +170,7 @@ class Memory:
     phase_bytes: Mapping[str, float] = field(default_factory=dict, kw_only=True, hash=False)
     peak_items: Mapping[str, float] = field(default_factory=dict, kw_only=True, hash=False)
     host_bytes: float = field(default=0, kw_only=True)
+    left_gradient_bytes: float = field(default=0, kw_only=True)
 
     @property
     def items(self) -> dict[str, float]:
@@ -243,7 +254,7 @@ def average_memory(params: Sequence[ParamSpec], world_size: int, settings: Memor
         activation_bytes=settings.activation_bytes,
         whole_gradient_bytes=_whole_gradient_bytes(params, world_size, settings),
     )
-    return offloaded(memory) if settings.offload else memory
+    return offloaded(memory, settings)
 
 
 def memory_of_ranks(
@@ -299,15 +310,26 @@ def memory_of_ranks(
             scalar_bytes=held["optimizer"].scalars,
             **on_every_rank,
         )
-        return offloaded(memory) if settings.offload else memory
+        return offloaded(memory, settings)
 
     return tuple(memory_of(StateBytes(*owned)) for owned in zip(*owned_of_part))
 
 
-def offloaded(memory: Memory) -> Memory:
-    """The optimizer's state on the CPU."""
-    host_bytes = memory.master_bytes + memory.moment_bytes + memory.scalar_bytes
-    return replace(memory, master_bytes=0, moment_bytes=0, scalar_bytes=0, host_bytes=host_bytes)
+def offloaded(memory: Memory, settings: MemorySettings) -> Memory:
+    """The memory with what the settings put on the CPU taken off the device."""
+    if settings.offload is None:
+        return memory
+    there = settings.offload_fraction
+    gradients = there * memory.gradient_bytes if settings.gradients_leave else 0
+    return replace(
+        memory,
+        gradient_bytes=memory.gradient_bytes - gradients,
+        master_bytes=(1 - there) * memory.master_bytes,
+        moment_bytes=(1 - there) * memory.moment_bytes,
+        scalar_bytes=(1 - there) * memory.scalar_bytes,
+        host_bytes=there * (memory.master_bytes + memory.moment_bytes + memory.scalar_bytes) + gradients,
+        left_gradient_bytes=gradients,
+    )
 
 
 class StateBytes(NamedTuple):

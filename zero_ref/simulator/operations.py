@@ -29,6 +29,7 @@ WAYS_WITHOUT_DDP = ("plain", "in_forward")
 NETWORK = "network"
 COMPUTE = "compute"
 SIDE_STREAM = "side stream"
+HOST = "host"
 
 NEEDS = {"reduce": "backward", "step": "reduce", "broadcast": "step"}
 """The label of the operation on a bucket that has to end before the operation of another label can begin."""
@@ -42,8 +43,9 @@ class Operation(NamedTuple):
 
     Args:
         label: "forward", "backward", "step"; on the network "reduce", "broadcast", "gather", "agree" or
-            "average".
-        lane: COMPUTE or NETWORK; SIDE_STREAM for what a GPU computes beside backward.
+            "average"; "offload" for gradients that go to the CPU.
+        lane: COMPUTE or NETWORK; SIDE_STREAM for what a GPU computes beside backward, and HOST for what its
+            CPU does meanwhile.
         part: the gradient bucket or block that the operation is about; None for all of them.
         after: the positions of the operations that must end before this one begins.
         numel: elements that each rank computes on, unless `shares` says which rank computes on how many.

@@ -127,6 +127,8 @@ def _phases(
         before = {"whole gradients": memory.whole_gradient_bytes}
     in_forward = before | {"communication": gathered, "activations": kept}
 
+    leaving = _leaving_bytes(made, memory, whole)
+
     def in_block(done: int, activations: float) -> dict[str, float]:
         """While backward is in a block, when it has made so many bytes of whole gradients before.
 
@@ -134,6 +136,7 @@ def _phases(
         """
         held = before if sum(before.values()) else {"gradients": gradients * done / whole}
         on_the_way = gathered + (_reduced_block(params, settings) + made.head if gathered else buffers)
+        on_the_way += leaving
         return held | {
             "communication": on_the_way,
             "activations": activations,
@@ -150,7 +153,7 @@ def _phases(
         "backward": in_block(first, kept - settings.head_bytes),
         "last block": in_block(last, settings.last_block_bytes),
         "reduction": (after if sum(before.values()) < gradients else before)
-        | {"communication": gathered + buffers, "temporaries": made.twice + settings.output_bytes},
+        | {"communication": gathered + buffers + leaving, "temporaries": made.twice + settings.output_bytes},
         "step": after | {"temporaries": _step_bytes(params, memory, settings)},
         "sending": after | {"communication": sending},
     }
@@ -167,6 +170,11 @@ def _buffer_bytes(
         return buffers, 0, 0
     gathered = gathered_bytes(params, settings) if buffers else 0
     return buffers - gathered, gathered, 0
+
+
+def _leaving_bytes(made: _Gradients, memory: Memory, whole: int) -> float:
+    """Return bytes of the rank's gradients that are on their way to the CPU: those of the largest unit."""
+    return max(made.head, made.block, made.embedding) * memory.left_gradient_bytes / whole
 
 
 def _reduced_block(params: Sequence[ParamSpec], settings: MemorySettings) -> int:
@@ -188,8 +196,6 @@ def _step_bytes(params: Sequence[ParamSpec], memory: Memory, settings: MemorySet
 
     32-bit masters need a 32-bit copy of 16-bit gradients; the kernels need the copies of `updates`.
     """
-    if settings.offload:
-        return 0
     whole = whole_bytes(params, settings)
     in_32_bits = memory.master_bytes if settings.masters_apart and whole.master else 0
     copies = update_kernels(settings.optimizer, settings.update).copies

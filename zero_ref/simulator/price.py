@@ -12,7 +12,8 @@ from zero_ref.simulator._checks import check_number
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.device import Device
 from zero_ref.simulator.kernels import Kernels, Pass
-from zero_ref.simulator.operations import NETWORK, Operation
+from zero_ref.simulator.offload import Offload
+from zero_ref.simulator.operations import HOST, NETWORK, Operation
 from zero_ref.simulator.schedule import Schedule
 
 
@@ -33,8 +34,7 @@ class Workload:
         moved_bytes: for each element, what forward and backward read and write beside the kernels, to bring
             parameters and gradients to the network and back; on such devices too.
         active_share: of the parameters, those that a token goes through.
-        offload_bytes: of an update on the CPU, bytes of each element that go there, and that come back; None
-            for an update on the device.
+        offload: of an update on the CPU, the bytes of each element; None for an update on the device.
     Raises:
         ValueError: a negative number of tokens or bytes.
     """
@@ -45,7 +45,7 @@ class Workload:
     attention_share: float = 0.0
     kernels: Kernels | None = None
     moved_bytes: tuple[float, float] = (0.0, 0.0)
-    offload_bytes: tuple[float, float] | None = None
+    offload: Offload | None = None
     active_share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -59,13 +59,8 @@ class Workload:
         takes 2 floating-point operations for each parameter and token, a backward twice that, and another
         forward if activations were not kept. Attention's products over the sequence are added.
         """
-        if operation.label == "step":
-            if self.offload_bytes is not None:
-                return device.offloaded_ms(
-                    self.step_bytes * numel, *(each * numel for each in self.offload_bytes)
-                )
-            touched = device.touch_ms(self.step_bytes * numel, operation.tensors)
-            return touched + (device.compute_ms(operation.flops, 0) if operation.flops else 0.0)
+        if operation.label in ("step", "offload"):
+            return self._step_ms(operation, numel, device)
         if self.kernels is not None and device.memory_reached is not None:
             is_backward = operation.label != "forward"
             whole = _ms_of(self.kernels.backward if is_backward else self.kernels.forward, device)
@@ -74,6 +69,17 @@ class Workload:
         passes = 1 if operation.label == "forward" else 3 if self.recompute else 2
         flops = 2.0 * passes * numel * self.active_share * self.tokens * (1 + self.attention_share)
         return device.compute_ms(flops, operation.tensors * passes / 3)
+
+    def _step_ms(self, operation: Operation, numel: int, device: Device) -> float:
+        """The milliseconds of an update, of which the CPU may make a part while the device makes the rest."""
+        on_host, own = None, numel
+        if self.offload is not None:
+            on_host = self.offload.ms(operation, numel, device)
+            if on_host is not None:
+                own = 0 if operation.lane == HOST else round((1 - self.offload.fraction) * numel)
+        touched = device.touch_ms(self.step_bytes * own, operation.tensors) if own else 0.0
+        flops_ms = device.compute_ms(operation.flops, 0) if operation.flops and on_host is None else 0.0
+        return max(touched + flops_ms, on_host or 0.0)
 
 
 @lru_cache(maxsize=64)

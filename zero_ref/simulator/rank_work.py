@@ -199,8 +199,11 @@ class RankWork(Training):
             active_share=self.active / self.numel,
         )
 
-    def step_bytes(self, gradient_itemsize: int) -> int:
+    def step_bytes(self, gradient_itemsize: int, update: str | None = None) -> int:
         """Bytes that an update reads and writes for each element, given those of an element of the gradients.
+
+        Args:
+            update: one of `updates.UPDATES`; None for the scenario's own.
 
         >>> from zero_ref.simulator.cluster import cluster
         >>> from zero_ref.simulator.models import MODELS
@@ -215,10 +218,11 @@ class RankWork(Training):
         of the converted gradients for every kernel, and the time of a fused one leaves these 12 bytes out.
         """
         itemsize = DTYPES[self.dtype]
-        of_kernels = self._state_itemsize * update_kernels(self.optimizer, self.update).touched
+        update = update or self.update
+        of_kernels = self._state_itemsize * update_kernels(self.optimizer, update).touched
         if not self._mixed:
             return of_kernels + gradient_itemsize - itemsize
-        if self.update == "fused":
+        if update == "fused":
             return of_kernels + gradient_itemsize - 4 + itemsize
         return of_kernels + (6 if gradient_itemsize == itemsize else 0) + 6
 

@@ -15,12 +15,20 @@ from zero_ref.plan.choice import Choice
 from zero_ref.plan.parcels import BROADCAST_NUMEL
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.ledger import StateRule, check_stage, state_rule
+from zero_ref.simulator.offload import OFFLOADS, gradients_leave
 from zero_ref.simulator.operations import WAYS, WAYS_OF_DDP, WAYS_WITHOUT_DDP
 
 LOCAL_SGD = "local-sgd"
 
 REDUCED_IN = ("bfloat16", "float16", "float32")
 """The dtypes in which gradients can travel, beside the parameters' own."""
+
+OFFLOADED = {
+    "state": "state",
+    "gradients": "gradients and state",
+    "in_backward": "gradients and state in backward",
+}
+"""What is on the CPU, in the title of a recipe, by the names of `offload.OFFLOADS`."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +66,11 @@ class Recipe:
             With DDP that is always so. Without it, and at stage 3, each backward otherwise reduces its own,
             and they add up in the shards.
         reduce_dtype: what gradients travel in; None for the parameters' own dtype.
-        offload: masters, moments and the update are on the CPU.
+        offload: one of `offload.OFFLOADS`: what is on the CPU; None for nothing.
+        offload_fraction: the part of the elements that the CPU updates.
     Raises:
-        ValueError: a partition, owners, a way, an averaging or one of the last five is asked of a strategy
-            that has none; a name is unknown.
+        ValueError: a partition, owners, a way, an averaging or one of the last six is asked of a strategy
+            that has none; a name is unknown; a fraction is not above 0, or above 1.
     """
 
     name: str
@@ -81,7 +90,8 @@ class Recipe:
     no_sync: bool = field(default=False, kw_only=True)
     reduce_dtype: str | None = field(default=None, kw_only=True)
     reduced_by: str = field(default="pairs", kw_only=True)
-    offload: bool = field(default=False, kw_only=True)
+    offload: str | None = field(default=None, kw_only=True)
+    offload_fraction: float = field(default=1.0, kw_only=True)
     broadcast_buffer_size: int = field(default=BROADCAST_NUMEL, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -145,11 +155,30 @@ class Recipe:
                 f"reduced_by= is for gradients that go from DDP's buckets to owners; those of {self.name!r} "
                 "do not. Give it to zero, zero-bucket or zero-even, with to_owners=True."
             )
-        if self.offload and not self.shards_by_parameter:
+        if self.offload is not None:
+            self._check_offload(self.offload)
+
+    def _check_offload(self, offload: str) -> None:
+        check_name("offload", offload, OFFLOADS)
+        if not self.offloads:
             raise ValueError(
-                f"offload= is for strategies whose optimizer is a ZeroRedundancyOptimizer, which has a "
-                f"state_device=; {self.name!r} has another."
+                f"offload= is for strategies that update once an iteration; {self.name!r} "
+                f"{'updates in each step of a period' if self.averaging else 'has an optimizer of its own'}."
             )
+        if not 0 < self.offload_fraction <= 1:
+            raise ValueError(
+                f"offload_fraction is a share above 0 and up to 1, got {self.offload_fraction:g}."
+            )
+        if gradients_leave(offload) and self.way != "plain":
+            raise ValueError(
+                f"offload={offload!r} sends gradients to the CPU during backward and updates there: the "
+                f"way is 'plain', not {self.way!r}."
+            )
+
+    @property
+    def offloads(self) -> bool:
+        """Its optimizer's state can be on the CPU."""
+        return self.averaging is None and not self.is_stair
 
     @property
     def buffer_size(self) -> int:
@@ -218,7 +247,8 @@ class Recipe:
         if self.reduce_dtype is not None:
             words.append(f"reduced in {self.reduce_dtype}")
         if self.offload:
-            words.append("offloaded")
+            part = "" if self.offload_fraction == 1 else f"{self.offload_fraction:.0%} of "
+            words.append(f"{part}{OFFLOADED[self.offload]} offloaded")
         return ", ".join(words)
 
 

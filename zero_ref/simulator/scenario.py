@@ -6,6 +6,7 @@ prints the results. For another combination, call these three modules directly.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -17,8 +18,9 @@ from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.partition import Partition
 from zero_ref.plan.rules import equal_shares
 from zero_ref.simulator.ledger import Convention, nbytes_of
-from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
+from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks, offloaded
 from zero_ref.simulator.models import blocks
+from zero_ref.simulator.offload import Offload, gradients_leave
 from zero_ref.simulator.operations import NETWORK
 from zero_ref.simulator.options import used_values
 from zero_ref.simulator.peak import with_peak
@@ -49,7 +51,8 @@ class Scenario(RankWork):
         way: when updates are made, one of `operations.WAYS`, under strategies that have owners.
         bucket_bytes: of DDP's gradient buckets; None for DDP's default, 25 MiB after a first of 1 MiB. Of
             zero-2's ranges; None for the default of `equal_shares`.
-        offload: of stages 1 and 2 alone: `run` refuses it for other strategies.
+        offload: one of `offload.OFFLOADS`. `run` refuses it for local SGD, and gradients in DDP's buckets.
+        offload_fraction: the part of the elements whose state is on the CPU.
         checkpointing: one of `activations.CHECKPOINTING`.
         attention: one of `activations.ATTENTION`. PyTorch's `scaled_dot_product_attention` is fused.
         prefetch: as `Recipe`.
@@ -117,8 +120,8 @@ class Scenario(RankWork):
             share = self.trained_numel / self.numel if of_all else 1.0
             backward_numel = self.numel if of_all else self.trained_numel
             workload = replace(workload, kernels=replace(workload.kernels, backward_numel=backward_numel))
-        if self.recipe(strategy).offload:  # a gradient goes to the CPU and a parameter comes back
-            workload = replace(workload, offload_bytes=(of_gradient, itemsize))
+        if self.offload is not None:
+            workload = replace(workload, offload=self._offload(strategy))
         # A gradient is copied to its bucket, or added to what is kept in 32 bits, which is read and written.
         copied = 2 * itemsize if of_gradient == itemsize else itemsize + 2 * of_gradient
         if self.world_size == 1:
@@ -130,6 +133,20 @@ class Scenario(RankWork):
             2 * reduced * (2 if usual.stage < 2 else 1)
         )  # an all-reduce sends, and receives, everything twice
         return replace(workload, moved_bytes=(gathered, gathered + share * (copied + sent)))
+
+    def _offload(self, strategy: str) -> Offload:
+        """Bytes of each element that the CPU updates. Gradients of several passes add up there in 32 bits."""
+        assert self.offload is not None
+        of_gradient, how = self.gradient_itemsize(strategy), self.recipe(strategy)
+        adds = self.accumulation > 1 and how.stage > 1 and not how.no_sync
+        return Offload(
+            self.offload,
+            self.offload_fraction,
+            gradient=of_gradient,
+            parameter=DTYPES[self.dtype],
+            touched=self.step_bytes(of_gradient, "fused"),
+            added=of_gradient + 8 if adds else 0,
+        )
 
     def gradient_itemsize(self, strategy: str) -> int:
         """Bytes of an element of the gradients that a strategy keeps."""
@@ -159,15 +176,21 @@ class Scenario(RankWork):
         usual = recipe(strategy)
         used = used_values(self, usual)
         if self.offload and not used["offload"]:
-            offloaded = [name for name, how in RECIPES.items() if how.shards_by_parameter]
+            offloaded = [name for name, how in RECIPES.items() if how.offloads]
             raise ValueError(
                 f"offload means nothing to {usual.name}; it is for {', '.join(offloaded)}. Simulate "
                 f"{usual.name} by itself, without it."
             )
+        with_ddp = usual.stage < 2 and not self.without_ddp and self.world_size > 1
+        if gradients_leave(self.offload) and with_ddp:
+            raise ValueError(
+                f"offload {self.offload}: the gradients of {usual.name} lie in DDP's buckets and stay there. "
+                "Offload the state alone, or choose zero-2, zero-3 or a single rank."
+            )
         used["reduce_dtype"] = used["reduce_dtype"] or used["gradient_dtype"]
         if usual.is_stair:
             used["prefetch"] = usual.prefetch
-        axes = ("way", "shard_group", "prefetch", "no_sync", "reduce_dtype", "offload")
+        axes = ("way", "shard_group", "prefetch", "no_sync", "reduce_dtype", "offload", "offload_fraction")
         return recipe(
             usual,
             optimizer=self.state,
@@ -215,6 +238,7 @@ class Scenario(RankWork):
             reduced_itemsize=None if reduced == of_gradient else reduced,
             masters_apart=self._mixed and usual.stage < 3 and of_gradient == itemsize,
             offload=how.offload,
+            offload_fraction=how.offload_fraction,
         )
 
     def _convention(self, gradient_itemsize: int) -> str | Convention | None:
@@ -251,27 +275,32 @@ class Scenario(RankWork):
             of_group = memory_of_ranks(partition, self.params, settings, padding_bytes=padding_bytes)
             return of_group * (self.world_size // partition.world_size)
         group = self.recipe(strategy).group_of(self.world_size)
-        average = average_memory(self.params, group, settings)
+        here = settings if settings.stage < 3 else replace(settings, offload=None)
+        average = average_memory(self.params, group, here)
         if strategy == LOCAL_SGD and self.world_size > 1:
             # The averager copies all that is averaged into one tensor, and sends that.
             average = replace(average, communication_bytes=self._state_itemsize * self.trained_numel)
         if settings.stage < 3:
             return (average,) * self.world_size
         # Each parameter is cut along its first dimension, so the first ranks have more than the last.
-        whole = average_memory(self.params, 1, settings)
-        numel_of_rank = dict(schedule.operations[-1].shares or ())
-        numels = (numel_of_rank.get(rank, 0) for rank in range(self.world_size))
+        whole = average_memory(self.params, 1, here)
+        numels, steps = [0] * self.world_size, (one for one in schedule.operations if one.label == "step")
+        for rank, numel in itertools.chain.from_iterable(one.shares or () for one in steps):
+            numels[rank] += numel
         wider = self.gradient_itemsize(strategy) // DTYPES[self.dtype]
         gradient_bytes_of_rank = (wider * nbytes for nbytes in schedule.gradient_bytes)
         held = list(zip(schedule.parameter_bytes, gradient_bytes_of_rank, numels, strict=True))
         memory_of = {  # most ranks hold as much as others
-            (parameter_bytes, gradient_bytes, numel): replace(
-                average,
-                parameter_bytes=parameter_bytes,
-                gradient_bytes=gradient_bytes,
-                master_bytes=whole.master_bytes * numel / max(1, self.trained_numel),
-                moment_bytes=whole.moment_bytes * numel / max(1, self.trained_numel),
-                scalar_bytes=whole.scalar_bytes,  # a rank has a part, even an empty one, of each tensor
+            (parameter_bytes, gradient_bytes, numel): offloaded(
+                replace(
+                    average,
+                    parameter_bytes=parameter_bytes,
+                    gradient_bytes=gradient_bytes,
+                    master_bytes=whole.master_bytes * numel / max(1, self.trained_numel),
+                    moment_bytes=whole.moment_bytes * numel / max(1, self.trained_numel),
+                    scalar_bytes=whole.scalar_bytes,  # a rank has a part, even an empty one, of each tensor
+                ),
+                settings,
             )
             for parameter_bytes, gradient_bytes, numel in set(held)
         }

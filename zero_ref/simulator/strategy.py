@@ -17,6 +17,7 @@ from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.plan.rules import newton_schulz_operations
 from zero_ref.simulator.groups import Groups
 from zero_ref.simulator.ledger import itemsize_of, nbytes_of, state_bytes_of_rank, state_rule
+from zero_ref.simulator.offload import gradients_leave, with_offload
 from zero_ref.simulator.operations import Operation
 from zero_ref.simulator.recipe import Recipe
 
@@ -51,7 +52,15 @@ class Strategy(ABC):
             ValueError: the recipe does not fit the model or the ranks.
         """
         self._list_operations()
-        return tuple(self._listed)
+        if not gradients_leave(self.how.offload):
+            return tuple(self._listed)
+        listed = with_offload(
+            self._listed,
+            self.how.offload or "",
+            self.how.offload_fraction,
+            max(self.gradient_bytes, default=0),
+        )
+        return tuple(listed)
 
     @abstractmethod
     def _list_operations(self) -> None:

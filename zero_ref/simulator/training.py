@@ -15,6 +15,7 @@ from zero_ref.simulator.ledger import STATE_RULES, state_rule
 from zero_ref.simulator.lora import LORA_ON
 from zero_ref.simulator.models import Architecture
 from zero_ref.simulator.norms import NORMS
+from zero_ref.simulator.offload import OFFLOADS
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.options import Option, check_options, explained, listed
 from zero_ref.simulator.recipe import REDUCED_IN, Recipe
@@ -49,8 +50,8 @@ def _reduces_in_any_dtype(how: Recipe, _: object) -> bool:
     return how.reduces_in_any_dtype
 
 
-def _shards_by_parameter(how: Recipe, _: object) -> bool:
-    return how.shards_by_parameter
+def _offloads(how: Recipe, _: object) -> bool:
+    return how.offloads
 
 
 def _in_groups(how: Recipe, _: object) -> bool:
@@ -190,9 +191,14 @@ class Training:
         "what gradients travel in: " + listed(REDUCED_IN) + " (default: --gradient-dtype)", metavar="DTYPE",
         choices=REDUCED_IN, used_by=_reduces_in_any_dtype,
     )] = None
-    offload: Annotated[bool, Option(
-        "masters, moments and the update are on the CPU", used_by=_shards_by_parameter,
-    )] = False
+    offload: Annotated[str | None, Option(
+        explained(OFFLOADS), metavar="WHAT", choices=OFFLOADS, used_by=_offloads,
+    )] = None
+    offload_fraction: Annotated[float, Option(
+        "of --offload: the part of the elements whose state is on the CPU; the GPU updates the others at the "
+        "same time (default: %(default)s)",
+        metavar="SHARE", above=0, most=1, used_by=_offloads,
+    )] = 1.0
     no_sync: Annotated[bool, Option(
         "of zero-2 and zero-3: accumulated gradients are whole on each rank until the last backward",
         used_by=_in_groups,
@@ -228,6 +234,11 @@ class Training:
         check_options(self, but=("optimizer",))  # `state_rule` knows them
         if self.offload and state_rule(self.optimizer).of_whole is not None:
             raise ValueError(f"offload is for elementwise optimizers; {self.optimizer} multiplies matrices.")
+        if self.offload_fraction > 1 or (self.offload is None and self.offload_fraction < 1):
+            raise ValueError(
+                f"offload_fraction is the share, at most 1, of what offload puts on the CPU; got "
+                f"{self.offload_fraction:g} with offload {self.offload}."
+            )
         if self.update != "fused":
             update_kernels(self.optimizer, self.update)
         check_world_size(self.world_size)
