@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -12,16 +13,20 @@ from zero_ref.simulator import spread
 from zero_ref.simulator.activations import kinds_apart
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.models import MODELS
+from zero_ref.simulator.options import from_options, words_of
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.search import (
+    ENOUGH,
     NEAR,
+    REMEDIES,
     SEARCHED,
     STEADY,
     Candidate,
     Found,
     groups,
     micro_batches,
+    remedies,
     search,
 )
 from zero_ref.simulator.spread import Spread
@@ -203,3 +208,41 @@ def test_each_further_batch_takes_as_long_as_the_one_before(
         )
         assert steady + 7 * (steady - fewer) == pytest.approx(more, rel=1e-9)
         assert steady > fewer
+
+
+TOO_LARGE = {
+    "one 4090": (Scenario(MODELS["gpt2-xl"], CLUSTERS["rtx4090-10gbe"], 1), 8192),
+    "four 4090": (Scenario(MODELS["llama3-8b"], CLUSTERS["rtx4090-10gbe"], 4), 65_536),
+    "a node": (Scenario(MODELS["llama3-70b"], CLUSTERS["h100-ib"], 8), 2**20),
+}
+
+
+def test_remedies_fit_and_the_cheapest_tokens_come_first() -> None:
+    seen: set[str] = set()
+    for scenario, tokens in TOO_LARGE.values():
+        assert not any(one.fits for one in search(scenario, tokens).listed)
+        found = remedies(scenario, tokens)
+        words = {one.words for one in found}
+        seen |= words
+        assert all(one.best.fits for one in found)
+        rates = [one.tokens_per_second_of_gpu for one in found]
+        assert rates == sorted(rates, reverse=True)
+        for one in words & ENOUGH.keys():
+            assert not words & set(ENOUGH[one]), "what is enough by itself is not combined"
+    assert seen >= {"--offload state", "--offload gradients", "--fused-loss --offload in-backward"}
+
+
+def test_a_remedy_changes_what_it_says_and_no_more() -> None:
+    for words, (changed, changes) in REMEDIES.items():
+        said = from_options(
+            Scenario, {}, architecture=SMALL.architecture, cluster=SMALL.cluster, world_size=1
+        )
+        assert shlex.join(words_of(replace(said, **changed), recipe("zero-3"))).split() == words.split()
+        same = not {"masters", "lora"} & changed.keys() and changed.get("offload") != "in_backward"
+        assert (changes == "") == same
+
+
+def test_what_is_said_already_is_no_remedy() -> None:
+    alone, tokens = TOO_LARGE["one 4090"]
+    words = {one.words for one in remedies(replace(alone, fused_loss=True, masters=False), tokens)}
+    assert not words & {"--no-masters", "--fused-loss"}

@@ -119,6 +119,16 @@ def test_every_element_is_updated_once(offload: str, strategy: str, ranks: int, 
     assert made.calls == here.schedule(strategy).calls
 
 
+def test_the_table_says_how_long_the_cpu_is_busy_beside_the_gpu() -> None:
+    here, during = run("zero-3", 8), run("zero-3", 8, offload="in_backward")
+    assert "beside it, the CPU" not in here.busy_ms
+    update_ms = 28 * NUMEL / 8 / HOST_GB_PER_S / 1e6
+    assert during.busy_ms["beside it, the CPU"] == pytest.approx(update_ms, rel=0.01)
+    assert during.busy_ms["step"] == 0
+    assert during.busy_ms["computing"] == pytest.approx(here.busy_ms["computing"] - here.busy_ms["step"])
+    assert during.idle_ms > here.idle_ms
+
+
 def test_new_parameters_are_sent_when_the_cpu_has_made_them() -> None:
     played = run("zero-2", 8, offload="in_backward").played
     ends = [ms for one, ms in zip(played.schedule.operations, played.end_ms) if one.lane == HOST]

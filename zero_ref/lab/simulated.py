@@ -372,6 +372,7 @@ def _rows(runs: Sequence[SimulatedRun], bill: Bill | None) -> list[Row]:
 BUSY = {
     "computing": "  computing",
     "step": "    the step",
+    "beside it, the CPU": "  beside it, the CPU",
     "network": "  network",
     "within nodes": "    within nodes",
     "between nodes": "    between nodes",
@@ -385,8 +386,8 @@ def _busy_rows(runs: Sequence[SimulatedRun]) -> Iterator[Row]:
     links = {"within nodes", "between nodes"}
     several = any(run.busy_ms["between nodes"] for run in runs)
     for name, label in BUSY.items():
-        if (name not in links or several) and any(run.busy_ms[name] for run in runs):
-            yield Row(label, [_share(run.busy_ms[name], run.iteration_ms) for run in runs])
+        if (name not in links or several) and any(run.busy_ms.get(name) for run in runs):
+            yield Row(label, [_share(run.busy_ms.get(name, 0), run.iteration_ms) for run in runs])
 
 
 def _share(ms: float, of_ms: float) -> str:

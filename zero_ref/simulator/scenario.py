@@ -21,7 +21,7 @@ from zero_ref.simulator.ledger import Convention, nbytes_of
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks, offloaded
 from zero_ref.simulator.models import blocks
 from zero_ref.simulator.offload import Offload, gradients_leave
-from zero_ref.simulator.operations import NETWORK
+from zero_ref.simulator.operations import HOST, NETWORK
 from zero_ref.simulator.options import used_values
 from zero_ref.simulator.peak import with_peak
 from zero_ref.simulator.play import Played, play
@@ -462,9 +462,10 @@ class SimulatedRun:
 
         "computing" is of the fullest rank, and "step" the part of it that updates. "network" is what all
         calls take. "within nodes" and "between nodes" are what they would take if only these links took any
-        time. The resource that works nearly all of the time decides how long an iteration is.
+        time. "beside it, the CPU" is there where gradients are offloaded. The resource that works nearly all
+        of the time decides how long an iteration is.
         """
-        steps = (event for event in self.timeline.events if event.label == "step")
+        steps = (one for one in self.timeline.events if one.label == "step" and one.lane != HOST)
         found = {
             "computing": self.timeline.computing_ms,
             "step": covered_ms(steps),
@@ -472,6 +473,8 @@ class SimulatedRun:
             "within nodes": self.played.link_ms("within"),
             "between nodes": self.played.link_ms("between"),
         }
+        if on_host := self.timeline.on(HOST):
+            found["beside it, the CPU"] = covered_ms(on_host)
         return {name: self._an_iteration(ms) for name, ms in found.items()}
 
     @cached_property

@@ -25,17 +25,33 @@ SEARCHED = ("ddp", "zero-even", "zero-2", "zero-3")
 """The strategies that are tried: `zero` and `zero-bucket` hold and send as much as `zero-even`, or more. On
 one rank all are one program, and the first is tried alone."""
 
-OFFLOADED = ("zero-even", "zero-2")
-"""The strategies whose optimizer state can be on the CPU."""
-
-REMEDIES: dict[str, dict[str, Any]] = {
-    "--fused-loss": {"fused_loss": True},
-    "--offload": {"offload": True},
-    "--no-masters": {"masters": False},
-    "--lora 16": {"lora": 16},
+REMEDIES: dict[str, tuple[dict[str, Any], str]] = {
+    "--fused-loss": ({"fused_loss": True}, ""),
+    "--offload state": ({"offload": "state"}, ""),
+    "--offload gradients": ({"offload": "gradients"}, ""),
+    "--offload in-backward": ({"offload": "in_backward"}, "without clipping by the norm of all gradients"),
+    "--no-masters": ({"masters": False}, "parameters and state in 16 bits alone"),
+    "--lora 16": ({"lora": 16}, "adapters alone are trained"),
+    "--fused-loss --offload in-backward": (
+        {"fused_loss": True, "offload": "in_backward"},
+        "without clipping by the norm of all gradients",
+    ),
+    "--no-masters --fused-loss --offload in-backward": (
+        {"masters": False, "fused_loss": True, "offload": "in_backward"},
+        "in 16 bits alone, without clipping by the norm of all gradients",
+    ),
 }
-"""What can make a run fit, by the words of a command line, and the fields that say so. The first costs a
-kernel, the second time, the third precision, and the last trains another thing."""
+"""What can make a run fit, by the words of a command line: the fields that say so, and what they change."""
+
+ENOUGH = {
+    "--offload gradients": ("--offload state",),
+    "--fused-loss --offload in-backward": ("--fused-loss", "--offload in-backward"),
+    "--no-masters --fused-loss --offload in-backward": (
+        *("--fused-loss", "--offload in-backward", "--no-masters"),
+        "--fused-loss --offload in-backward",
+    ),
+}
+"""The remedies beside which another is not tried: it does the same and more."""
 
 MOST_RANKS = 16
 """So many times as many ranks are tried, if nothing else makes a run fit."""
@@ -230,47 +246,53 @@ class Remedy:
     Args:
         words: that are added to the command line, or the number of ranks that replaces its own.
         best: the fastest way that then fits.
+        changes: what is then trained in another way, in words; "" for the same arithmetic.
     """
 
     words: str
     best: Candidate
+    changes: str = ""
+
+    @property
+    def tokens_per_second_of_gpu(self) -> float:
+        """The tokens a second of each GPU: what a token costs is one over this."""
+        return self.best.tokens_per_second / self.best.scenario.world_size
 
 
 def remedies(scenario: Scenario, tokens: int) -> list[Remedy]:
-    """What makes a run fit that does not: REMEDIES one by one, and more ranks, in this order.
+    """What makes a run fit that does not: REMEDIES, and more ranks, the one with the cheapest tokens first.
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.models import MODELS
     >>> alone = Scenario(MODELS["gpt2-xl"], cluster("rtx4090-10gbe"), world_size=1)
-    >>> [one.words for one in remedies(alone, tokens=8192)]
-    ['--offload', '--no-masters', '--lora 16', '--ranks 2']
+    >>> sorted(one.words for one in remedies(alone, tokens=8192))
+    ['--lora 16', '--no-masters', '--offload in-backward', '--offload state', '--ranks 2']
 
     Args:
         scenario, tokens: as of `search`.
     """
-    found: list[Remedy] = []
-    for words, fields in REMEDIES.items():
+    found: dict[str, Remedy] = {}
+    for words, (fields, changes) in REMEDIES.items():
+        if any(words_before in found for words_before in ENOUGH.get(words, ())):
+            continue
         try:
             changed = replace(scenario, **fields)
         except ValueError:  # the model, the optimizer or the device has no such thing
             continue
-        strategies = OFFLOADED if changed.offload and not scenario.offload else SEARCHED
-        _add_remedy(found, words, changed, tokens, strategies)
+        if changed != scenario and (best := _surely_fits(changed, tokens)) is not None:
+            found[words] = Remedy(words, best, changes)
     ranks = 2 * scenario.world_size
     while ranks <= MOST_RANKS * scenario.world_size:
-        if _add_remedy(found, f"--ranks {ranks}", replace(scenario, world_size=ranks), tokens, SEARCHED):
+        if (best := _surely_fits(replace(scenario, world_size=ranks), tokens)) is not None:
+            found["--ranks"] = Remedy(f"--ranks {ranks}", best)
             break
         ranks *= 2
-    return found
+    return sorted(found.values(), key=lambda one: -one.tokens_per_second_of_gpu)
 
 
-def _add_remedy(
-    found: list[Remedy], words: str, changed: Scenario, tokens: int, strategies: Sequence[str]
-) -> bool:
-    listed = search(changed, tokens, strategies).listed
-    if listed and listed[0].fits:
-        found.append(Remedy(words, listed[0]))
-    return bool(listed) and listed[0].fits is True
+def _surely_fits(scenario: Scenario, tokens: int) -> Candidate | None:
+    """The fastest way that surely fits; None if no way does."""
+    return next((one for one in search(scenario, tokens).listed if one.fits), None)
 
 
 def groups(scenario: Scenario, strategy: str) -> tuple[int | None, ...]:

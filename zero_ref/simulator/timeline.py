@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_name
-from zero_ref.simulator.operations import COMPUTE, NEEDS, NETWORK, SIDE_STREAM, WAYS_OF_DDP, order
+from zero_ref.simulator.operations import COMPUTE, HOST, NEEDS, NETWORK, SIDE_STREAM, WAYS_OF_DDP, order
 
 
 class BucketTimes(NamedTuple):
@@ -81,12 +81,13 @@ class Timeline:
     @property
     def exposed_ms(self) -> float:
         """Exposed communication: how long the network is busy while this rank computes nothing."""
-        return covered_ms(self.events) - self.computing_ms
+        of_device = (event for event in self.events if event.lane != HOST)
+        return covered_ms(of_device) - self.computing_ms
 
     @property
     def computing_ms(self) -> float:
-        """The milliseconds in which this rank computes."""
-        return covered_ms(event for event in self.events if event.lane != NETWORK)
+        """The milliseconds in which this rank computes, not counting what its CPU does beside it."""
+        return covered_ms(event for event in self.events if event.lane not in (NETWORK, HOST))
 
 
 def covered_ms(events: Iterable[Event]) -> float:
