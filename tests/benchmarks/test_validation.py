@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import judged
 from benchmarks.judged import FIGURES, Compared, Validation, compare, validate, verdicts
+from benchmarks.offload import offloaded
 from benchmarks.published import published
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.spread import KINDS, SHARE, Spread, interval_of_memory, interval_of_time
@@ -173,3 +174,9 @@ def test_validation_page_says_what_older_attention_costs() -> None:
         usual = CLUSTERS[published().clusters[run.cluster].preset]
         quick = replace(scenario, cluster=usual).run("zero-3").tokens_per_second / run.ranks
         assert 0.2 < 1 - (run.tokens_per_s_gpu(published().models[run.model]) or 0) / quick < 0.35
+
+
+def test_validation_page_says_how_long_updates_on_the_cpu_took() -> None:
+    seen = [one.added_ms for one in offloaded() if one.offload == "state" or one.sequence == 8192]
+    times = [published_ms / predicted_ms for published_ms, predicted_ms in seen]
+    assert (round(min(times), 1), round(max(times), 1)) == (2.2, 4.1)
