@@ -219,3 +219,35 @@ def test_a_diffusion_transformer_of_ones_own_is_traced_as_it_runs() -> None:
     model = from_factory(lambda: (Diffusion(), of_diffusion), "bfloat16")
     assert model.positions == 1
     check(model, Diffusion().bfloat16(), of_diffusion(BATCH, 1), 1)
+
+
+WINDOWED = {
+    "mistral": (text("mistral", 256, 512, 4, 2, sliding_window=128), 2),
+    "gemma2": (text("gemma2", 256, 512, 4, 2, head_dim=64, sliding_window=128), 1),
+    "gemma3_text": (text("gemma3_text", 256, 512, 4, 2, head_dim=64, sliding_window=128), 2),
+    "phi3": (text("phi3", 256, 512, 4, 4, sliding_window=128), 2),
+    "qwen2": (
+        text("qwen2", 256, 512, 4, 2, sliding_window=128, use_sliding_window=True, max_window_layers=1),
+        1,
+    ),
+    "gpt_oss": (text("gpt_oss", 256, 512, 4, 2, head_dim=64, sliding_window=128, num_local_experts=4), 1),
+}
+"""Configurations, and how many of their two blocks have the window."""
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_attention_with_a_window_multiplies_what_the_window_shows(kind: str) -> None:
+    config, windowed = WINDOWED[kind]
+    length, width = 512, 4 * 64
+    model = from_config(config, "bfloat16", length)
+    whole, seen = length * (length + 1) / 2, 128 * 129 / 2 + 128 * (length - 128)
+    found = kernels(model, 1, length)
+    assert found.forward.attention_flops == 2 * 2 * width * (windowed * seen + (2 - windowed) * whole)
+    assert found.backward.attention_flops == 2.5 * found.forward.attention_flops
+    # No score is kept, with a window or without one.
+    without = from_config({**config, "sliding_window": length}, "bfloat16", length)
+    assert activations(model, 1, length).kept == activations(without, 1, length).kept
+    shown = windowed * 128 + (2 - windowed) * length
+    assert model.attention_share(1, length) * 2 * length == pytest.approx(
+        without.attention_share(1, length) * shown
+    )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zero_ref.lab.noted_run import Inputs
+from zero_ref.lab.on_meta import seeing
 from zero_ref.lab.tracing import trace
 from zero_ref.simulator.traced import Traced
 
@@ -94,7 +95,9 @@ def built(config: Mapping[str, Any], dtype: str = "bfloat16") -> nn.Module:
                     one.use_cache = False
             model = _class_of(transformers, made, said.get("architectures"))
             with torch.device("meta"):
-                return _made(model, made, getattr(torch, dtype)).train()
+                module = _made(model, made, getattr(torch, dtype)).train()
+        _fuse(module)
+        return module
     except (
         Exception
     ) as error:  # of whatever kind: the configuration is the reader's, and the code transformers'
@@ -141,6 +144,12 @@ def _made(model: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     return model._from_config(config, dtype=dtype).to(dtype)
 
 
+def _fuse(module: Any) -> None:
+    """Let attention be fused where the class has flash attention, and torch's own lacks a cap or a sink."""
+    if getattr(module, "_supports_flash_attn", False) and module.config._attn_implementation == "eager":
+        module.config._attn_implementation = "sdpa"
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep what transformers says of special tokens and defaults from a table of numbers."""
@@ -159,7 +168,7 @@ def _of_transformers(module: Any, sequence: int | None) -> Traced:
     config = module.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    with _quiet():
+    with _quiet(), _windows():
         length = sequence or min(positions or SHORT, LONGEST)
         if module.main_input_name == "pixel_values":
             length, positions = WITHOUT_TEXT, WITHOUT_TEXT
@@ -167,6 +176,32 @@ def _of_transformers(module: Any, sequence: int | None) -> Traced:
         embedding = module.get_input_embeddings() if head is not None else None
         tied = head is not None and getattr(embedding, "weight", None) is head.weight
         return trace(module, _inputs_of(module, text), length, tied=tied, positions=positions)
+
+
+@contextmanager
+def _windows() -> Iterator[None]:
+    """Let attention be as flash attention: it skips what a sliding window hides, and knows caps and sinks.
+
+    transformers gives torch's attention a mask for a window, by which whole squares would be multiplied.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        window, causal = options.get("sliding_window"), options.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        options.pop("softcap", None)
+        if window is None or mask is None or not causal or query.shape[2] != key.shape[2]:
+            return usual(module, query, key, value, mask, **options)
+        with seeing(window):
+            return usual(module, query, key, value, None, **options)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS.pop("sdpa")
 
 
 def _inputs_of(module: Any, text: Any) -> Inputs:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from zero_ref.lab.on_meta import OnMeta
+from zero_ref.lab.on_meta import OnMeta, keys_seen
 from zero_ref.simulator.models import blocks, from_module
 from zero_ref.simulator.traced import Point
 
@@ -96,7 +96,7 @@ class Notes(TorchDispatchMode):
         self._itemsize: list[int] = []
         self._made_in: dict[int, int] = {}  # the call that made a storage
         self._readers = Counter[int]()  # how many blocks were given a storage
-        self._shares: dict[int, tuple[float, float]] = {}
+        self._shares: dict[int, tuple[float, float, float]] = {}
         self.given = {self.storage(one) for one in (*module.parameters(), *module.buffers())}
         self.saved: set[int] = set()
         self._tokens = 1
@@ -228,19 +228,22 @@ class Notes(TorchDispatchMode):
         if not packet.__name__.startswith("_scaled_dot_product"):
             return 0.0, 0.0
         if "backward" in packet.__name__:
-            # The largest share of what forward has computed: five products where it made two.
-            whole, seen = self._shares.get(call, (0.0, 0.0))
+            # The shares of what forward has computed: five products where it made two.
+            every, whole, seen = self._shares.get(call, (1.0, 1.0, 1.0))
             query, key, value = args[1:4]
             flops = _attention_flops(query, key, value) * _BACKWARD_OF_FLASH
-            return flops, flops * (seen / whole if whole else 1.0)
+            return flops * whole / every, flops * seen / every
         named = dict(zip((one.name for one in func._schema.arguments), args))
         query, key, value = args[:3]
         flops = _attention_flops(query, key, value)
         length = key.shape[-2]
-        share = (length + 1) / (2 * length) if named.get("is_causal") else 1.0
-        before = self._shares.get(call, (0.0, 0.0))
-        self._shares[call] = before[0] + flops, before[1] + share * flops
-        return flops, share * flops
+        window = keys_seen(length)
+        pairs = window * (window + 1) / 2 + window * (length - window)
+        whole = flops * window / length
+        seen = flops * pairs / length**2 if named.get("is_causal") else whole
+        before = self._shares.get(call, (0.0, 0.0, 0.0))
+        self._shares[call] = before[0] + flops, before[1] + whole, before[2] + seen
+        return whole, seen
 
     # ------------------------------------------------------------------------------- summaries
 

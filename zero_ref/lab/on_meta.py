@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -9,6 +12,24 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 aten = torch.ops.aten
+
+
+_window = ContextVar[int | None]("window", default=None)
+
+
+@contextmanager
+def seeing(window: int) -> Iterator[None]:
+    """Let a query of causal attention see so many keys at most, its own included, as flash attention can."""
+    token = _window.set(window)
+    try:
+        yield
+    finally:
+        _window.reset(token)
+
+
+def keys_seen(length: int) -> int:
+    """The keys of so many that a query sees at most."""
+    return min(_window.get() or length, length)
 
 
 class OnMeta(TorchFunctionMode):
