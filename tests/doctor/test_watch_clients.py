@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def launched(source: str, folder: Path, *arguments: str) -> tuple[int, str]:
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
         }
-        | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+        | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"},
     )
     try:
         said, _ = started.communicate(timeout=900)
@@ -53,6 +54,9 @@ def launched(source: str, folder: Path, *arguments: str) -> tuple[int, str]:
     ("name", "library", "arguments"),
     [
         ("trainer", "transformers", ()),
+        ("deepspeed_loop", "deepspeed", ("1",)),
+        ("deepspeed_loop", "deepspeed", ("2",)),
+        ("deepspeed_loop", "deepspeed", ("3",)),
     ],
 )
 def test_a_right_loop_passes_and_another_plain_class_departs(
@@ -68,3 +72,76 @@ def test_a_right_loop_passes_and_another_plain_class_departs(
     )
     assert code == 1
     assert "step 0, step: parameter" in said, said
+
+
+MADE = "watched = watch(optimizer, model=model)\n"
+MISTAKES = {
+    "weights that are loaded after the copies were made": (
+        "model.lm_head.weight.data.mul_(1.5)",
+        r"before step: parameter 0 \(transformer.wte.weight\) is not the 32-bit copy",
+    ),
+    "a norm of the rank's own part": (
+        "optimizer.scaled_global_norm = "
+        "lambda: torch.stack([one.norm() for one in optimizer.averaged_gradients[0]]).norm()",
+        r"step 0, step: parameter \d+ \(.*\) moved [\d.]+ times as far as the plain step",
+    ),
+    "parts that are not gathered": (
+        "import deepspeed.runtime.zero.stage_1_and_2 as stage; stage.all_gather_dp_groups = lambda **_: None",
+        r"step 0, step: parameter 0 .* is not the 32-bit copy .* on the ranks \[1\]",
+    ),
+    "another rate on each rank": (
+        "optimizer.param_groups[0]['lr'] *= 1 + torch.distributed.get_rank()",
+        r"before step: group option lr is 0.002 on rank 1 and 0.001 on rank 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_is_wrong_under_deepspeed_is_said(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    line, says = MISTAKES[name]
+    source = (PROGRAMS / "deepspeed_loop.py").read_text(encoding="utf-8")
+    assert MADE in source
+    code, said = launched(source.replace(MADE, f"{MADE}{line}\n"), tmp_path)
+    assert code == 1
+    assert re.search(says, said), said
+
+
+FAIRSCALE = """
+import torch, torch.distributed as dist
+from fairscale.nn.data_parallel import ShardedDataParallel
+from fairscale.optim.oss import OSS
+from torch.nn.parallel import DistributedDataParallel as DDP
+from zero_ref.doctor.watch import watch
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.05)
+wrapper = ShardedDataParallel(model, optimizer)
+watched = watch(optimizer, model=model)
+torch.manual_seed(dist.get_rank())
+for _ in range(6):
+    wrapper.zero_grad()
+    for _ in range(2):
+        wrapper(torch.randn(6, 5)).square().mean().backward()
+    optimizer.clip_grad_norm(0.1)
+    optimizer.step()
+watched.check()
+"""
+
+
+def test_fairscale_is_followed_under_both_wrappers(tmp_path: Path) -> None:
+    pytest.importorskip("fairscale")
+    code, said = launched(FAIRSCALE, tmp_path)
+    assert code == 0, said
+    under_ddp = FAIRSCALE.replace("ShardedDataParallel(model, optimizer)", "DDP(model)")
+    code, said = launched(under_ddp.replace(".clip_grad_norm(0.1)", ".zero_grad"), tmp_path)
+    assert code == 0, said
+    without = under_ddp.replace("DDP(model)", "model").replace(".clip_grad_norm(0.1)", ".zero_grad")
+    code, said = launched(without, tmp_path)
+    assert code == 1
+    assert re.search(r"before step: gradient \d \(.*\) differs between ranks", said), said
+    lost = FAIRSCALE.replace("watched =", "optimizer._broadcast_params = lambda: None; watched =")
+    code, said = launched(lost, tmp_path)
+    assert code == 1
+    assert re.search(r"step 0, step: parameter 0 .* moved 0.000 times .* on the ranks \[", said), said

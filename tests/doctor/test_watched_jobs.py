@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +135,81 @@ def test_owners_that_hold_parts_are_followed(name: str) -> None:
     assert ranks.run(watched, 2, OWNERS[name], False, timeout=120) == [[], []]
     (first, *_), _ = ranks.run(watched, 2, OWNERS[name], True, timeout=120)
     assert re.match(r"step 0, step: parameter 0 \(0.weight\) moved .* on the ranks \[0", first)
+
+
+class Masters(torch.optim.AdamW):
+    """Steps 32-bit copies of 16-bit parameters, as programs in mixed precision do."""
+
+    rounds = False
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.own = self.param_groups[0]["params"]
+        self.copies = [nn.Parameter(param.detach().to(torch.float32, copy=True)) for param in self.own]
+        self.inner = torch.optim.AdamW(self.copies, **options)
+
+    def step(self) -> None:
+        for param, copy in zip(self.own, self.copies):
+            if self.rounds:  # wrong: what rounding took is lost in each step
+                copy.data.copy_(param.data)
+            copy.grad = None if param.grad is None else param.grad.float()
+        self.inner.step()
+        for param, copy in zip(self.own, self.copies):
+            param.data.copy_(copy.data)
+
+
+def in_16_bits(make: Any, masters: bool) -> list[str]:
+    model, data = model_and_data()
+    model[0].to(torch.bfloat16)  # the other layer keeps its 32 bits
+    optimizer = make(model.parameters())
+    seen = watch(optimizer, ADAMW, model=model, masters=masters)
+    for _ in range(20):
+        for inputs in data:
+            hidden = model[1](model[0](inputs.to(torch.bfloat16))).float()
+            model[2](hidden).square().mean().backward()
+            for param in model.parameters():
+                dist.all_reduce(param.grad, dist.ReduceOp.AVG)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(one) for one in seen.findings]
+
+
+def own_masters(params: Any) -> Any:
+    return Masters(params, lr=1e-3)
+
+
+def rounded_masters(params: Any) -> Any:
+    optimizer = own_masters(params)
+    optimizer.rounds = True
+    return optimizer
+
+
+def our_masters(params: Any) -> Any:
+    return ZeroRedundancyOptimizer(params, ADAMW, lr=1e-3, partition="even", master_dtype=torch.float32)
+
+
+def test_masters_of_16_bit_parameters_are_followed() -> None:
+    assert ranks.run(in_16_bits, 2, own_masters, True, timeout=120) == [[], []]
+    assert ranks.run(in_16_bits, 2, our_masters, False, timeout=120) == [[], []]
+    (first, *_), _ = ranks.run(in_16_bits, 2, rounded_masters, True, timeout=120)
+    assert re.match(r"step \d+, step: parameter 0 \(0.weight\) moved", first)
+
+
+class MakesFolder:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_note_that_holds_code_is_not_run(tmp_path: Path) -> None:
+    torch.save({"step": MakesFolder(tmp_path / "made")}, tmp_path / "step-1.pt")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    seen = watch(optimizer, record=tmp_path)
+    optimizer.step()
+    assert "it ends here" in seen.findings[0].text
+    assert not (tmp_path / "made").exists()
 
 
 def is_late() -> tuple[list[str], float]:

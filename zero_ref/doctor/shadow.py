@@ -35,14 +35,14 @@ class Shadow:
     def _twins_of(self, group: tuple[Facts, list[Any]]) -> Facts:
         options, params = group
         twins = [
-            nn.Parameter(value.float() if self.masters else value.clone())
-            for value in map(self.parts.value, params)
+            nn.Parameter(value.float() if self.masters and value.itemsize < 4 else value.clone())
+            for value in map(self.parts.stepped, params)
         ]
         self.twins += twins
         return options | {"params": twins}
 
-    def follow(self, used: Sequence[bool], add_up: bool, group: dist.ProcessGroup | None) -> None:
-        """Take the job's groups, options, parameters and gradients.
+    def follow(self, used: Sequence[bool], add_up: bool, group: dist.ProcessGroup | None) -> bool:
+        """Take the job's groups, options, parameters and gradients; return whether the job makes a step.
 
         Args:
             used: for each parameter whether any rank has its gradient.
@@ -57,7 +57,7 @@ class Shadow:
         self.old = []
         params = [param for _, of_group in groups for param in of_group]
         for param, twin, has in zip(params, self.twins, used):
-            value, grad = self.parts.value(param), self.parts.grad(param)
+            value, grad = self.parts.stepped(param), self.parts.grad(param)
             twin.requires_grad_(param.requires_grad)
             if twin.dtype == value.dtype:  # masters keep what rounding took from the parameters
                 twin.copy_(value)
@@ -67,6 +67,11 @@ class Shadow:
                 grad = whole.to(value.device)
             twin.grad = None if grad is None else grad.to(twin.dtype, copy=True)
             self.old.append(twin.detach().clone())
+        grads = [twin.grad for twin in self.twins if twin.grad is not None]
+        factor = self.parts.factor(grads)
+        for grad in grads:
+            grad.mul_(1.0 if factor is None else factor)
+        return factor is not None
 
     def step(self) -> None:
         """Make the plain step."""
@@ -83,10 +88,12 @@ class Shadow:
         Returns:
             By the state's key the number of the first parameter, and the norms.
         """
-        shown, found = getattr(self.parts.inner, "state", {}), dict[str, tuple[int, str]]()
+        found = dict[str, tuple[int, str]]()
         for number, (param, twin) in enumerate(zip(params, self.twins)):
-            for key, value in self.optimizer.state[twin].items() if param in shown else ():
-                was, now = torch.as_tensor(value), shown[param].get(key, 0.0)
+            expected = self.optimizer.state[twin]
+            shown = self.parts.state(param, list(expected))
+            for key, value in expected.items() if shown else ():
+                was, now = torch.as_tensor(value), shown.get(key, 0.0)
                 now = self.parts.value(now) if isinstance(now, torch.Tensor) else torch.tensor(now)
                 was, now = was.cpu().double().flatten(), now.cpu().double().flatten()
                 if now.numel() in (1, was.numel()) and not torch.allclose(now, was, self.tolerance):

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ref.doctor.shadow import Shadow
-from zero_ref.doctor.watched import Facts, fingerprint, parts_of, plain_class, state_tensors
+from zero_ref.doctor.watched import Facts, fingerprint, parts_of, plain_class, state_tensors, unwrapped
 from zero_ref.lab.patience import patience
 
 __all__ = ["watch", "Watch", "Finding", "VARIABLE"]
@@ -41,6 +41,8 @@ VARIABLE = "ZERO_REF_WATCH"
 """With this environment variable set to "off" on all ranks, nothing is watched."""
 SHOWN = 3
 """So many of the tensors that differ between ranks are sent and looked into; the others are counted."""
+COMPARED = 56
+"""Bytes an element while a tensor is compared with the shadow's: seven numbers of 64 bits."""
 ROUNDED = 1e-6
 """Gradients may differ by this share of the largest element: sums in another order on another rank."""
 
@@ -81,7 +83,8 @@ class Watch:
         steps: the shadow is given up after so many steps; None: never.
         record: a folder where rank 0 notes each save, which is when `optimizer.state_dict()` is called. All
             ranks read it after a resume.
-        masters: the plain optimizer steps 32-bit copies of 16-bit parameters.
+        masters: the plain optimizer steps 32-bit copies of 16-bit parameters. It need not be said of this
+            package's `master_dtype`, nor of DeepSpeed.
         tolerance: the share of the plain step by which an element may differ. Sums in float32 round by about
             1e-6 of a step; the matrix products of Muon in bfloat16 may need 0.05.
         group: the ranks on which parameters are equal; None: all.
@@ -111,11 +114,10 @@ class Watch:
     ) -> None:
         if every < 1:
             raise ValueError(f"every is {every}: give 1 to compare in each step, 2 in every second one.")
-        if type(optimizer).__module__.startswith("accelerate."):
-            optimizer = optimizer.optimizer  # the wrapper's step makes none while it accumulates
+        optimizer = unwrapped(optimizer)
         self.plain, self.parts = plain or plain_class(optimizer), parts_of(optimizer)
         self.every, self.steps, self.record = every, steps, None if record is None else Path(record)
-        self.masters, self.tolerance = masters, tolerance
+        self.masters, self.tolerance = masters or self.parts.masters(), tolerance
         self.findings: list[Finding] = []
         self._names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
         self._told: set[tuple[str, str]] = set()
@@ -127,6 +129,8 @@ class Watch:
         self._loaded: list[Facts] | None = None
         self._own: dict[str, Callable[..., Any]] = {}
         self._rank, self._size, self._group = 0, 1, None
+        # A job may compile its step. What the watch does in it is left out of the compiled graph.
+        self._phase: Callable[[Callable[[], None]], None] = torch.compiler.disable(self._guarded)
         self._wait = timedelta(seconds=wait * patience())
         self.on = os.environ.get(VARIABLE) != "off"
         if not self.on:
@@ -171,9 +175,9 @@ class Watch:
         if self.on and (args[0] if args else kwargs.get("closure")) is not None:
             self.say("a step with a closure is not watched: its gradients come inside", once="closure")
             return self._own["step"](*args, **kwargs)
-        self._guarded(self._before)
+        self._phase(self._before)
         result = self._own["step"](*args, **kwargs)
-        self._guarded(self._after)
+        self._phase(self._after)
         return result
 
     def _saves(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,6 +259,11 @@ class Watch:
         add_up = alone or any(look["add_up"] for look in looks)
         if compares:
             self._compare("parameter", self.parts.value, [look["values"] for look in looks])
+        for rank, look in enumerate(looks):
+            for number, text in look["apart"].items():
+                self._find(
+                    "before step", f"copy {number}", f"parameter {self._named(number)} {text}, on rank {rank}"
+                )
         if compares and not add_up:
             self._compare("gradient", self.parts.grad, [look["grads"] for look in looks])
             for number, ranks in enumerate(has):
@@ -274,7 +283,13 @@ class Watch:
         prints = [None if grad is None else _print(grad) if compares else (0, 0.0) for grad in grads]
         return {
             "values": values, "grads": prints, "options": self._options(), "add_up": self.parts.add_up(),
+            "apart": self._apart() if compares else {},
         }  # fmt: skip
+
+    def _apart(self) -> dict[int, str]:
+        """The parameters, by number, that differ from the copies that the optimizer steps."""
+        texts = map(self.parts.apart, self._params)
+        return {number: text for number, text in enumerate(texts) if text is not None}
 
     def _differing(
         self, phase: str, seen: Sequence[Facts], expected: Sequence[Facts], here: str, there: str
@@ -321,10 +336,13 @@ class Watch:
         shadow = self._shadow
         if shadow is None:
             kept = state_tensors(self.plain, self.parts.groups()[0][0])
-            whole = sum(map(self.parts.numel, self._params)) * 4 / 1e6
+            sizes = [self.parts.numel(param) for param in self._params]
+            least = 4 if self.masters else 0
+            whole = sum(max(least, param.element_size()) * n for param, n in zip(self._params, sizes)) / 1e6
             self.say(
                 f"on each rank the shadow will hold {(3 + kept) * whole:.3f} MB: whole parameters, "
-                f"their last values and gradients, {kept} tensors of state for each, {whole:.3f} MB each"
+                f"their last values and gradients, {kept} tensors of state for each, {whole:.3f} MB each; "
+                f"to compare the largest tensor takes {COMPARED * max(sizes) / 1e6:.3f} MB more for a moment"
             )
             self._shadow = shadow = Shadow(self.plain, self.parts, self.masters, self.tolerance)
             if self._saved_shadow is not None:
@@ -333,8 +351,8 @@ class Watch:
                     for key, (number, norms) in lost.items():
                         text = f"state {key} of parameter {self._named(number)} is not back on rank {rank}"
                         self._find("load", f"state {key}", f"{text}: {norms}")
-        shadow.follow(used, add_up, self._group)
-        self._gathered(shadow.step)
+        if shadow.follow(used, add_up, self._group):
+            self._gathered(shadow.step)
 
     # ------------------------------------------------------------------------------------------ after a step
 
@@ -350,12 +368,13 @@ class Watch:
 
     def _departures(self) -> dict[int, str]:
         """How this rank's parameters differ from the shadow's, by number. Notes their values for a save."""
-        wrong, values = {}, [self.parts.value(param) for param in self._params]
+        wrong, values = dict[int, str](), [self.parts.value(param) for param in self._params]
         if self.record is not None:
             self._values = list(map(_print, values))
         if self._shadow is not None and self._step % self.every == 0:
-            for number, value in enumerate(values):
-                if (text := self._shadow.departure(number, value)) is not None:
+            wrong = self._apart()
+            for number, param in enumerate(self._params):
+                if (text := self._shadow.departure(number, self.parts.stepped(param))) is not None:
                     wrong[number] = text
         return wrong
 
@@ -368,7 +387,7 @@ class Watch:
 
         def now() -> tuple[bool, list[Facts], list[tuple[int, float]]]:
             files = sorted(self.record.glob("step-*.pt")) if self.record is not None else ()
-            notes.extend(torch.load(file, weights_only=False) for file in files)
+            notes.extend(torch.load(file, weights_only=True) for file in files)
             return (
                 loaded is not None,
                 loaded or self._options(),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import math
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +43,26 @@ class Tensors:
         """Whether each rank has other parts of gradients, and zeros or nothing elsewhere."""
         return False
 
+    def factor(self, grads: Sequence[torch.Tensor]) -> float | None:
+        """What the optimizer multiplies all gradients by inside its step; None if it leaves out this step."""
+        return 1.0
+
+    def stepped(self, param: Any) -> torch.Tensor:
+        """The whole tensor that the optimizer steps: the parameter, or its 32-bit copy."""
+        return self.value(param)
+
+    def apart(self, param: Any) -> str | None:
+        """How a parameter differs from the copy that the optimizer steps; None if it does not."""
+        return None
+
+    def state(self, param: Any, keys: Sequence[str]) -> Facts:
+        """The optimizer's state of a parameter on this rank, as far as it is there."""
+        return dict(getattr(self.inner, "state", {}).get(param, {}))
+
+    def masters(self) -> bool:
+        """Whether the optimizer steps 32-bit copies of parameters of 16 bits."""
+        return False
+
     def numel(self, param: Any) -> int:
         """The number of elements of the whole tensor."""
         return int(param.numel())
@@ -47,6 +70,10 @@ class Tensors:
 
 class Slices(Tensors):
     """This package's optimizer, whose gradients may lie in the slices that a rank owns."""
+
+    def masters(self) -> bool:
+        """Whether it was made with `master_dtype`."""
+        return self.optimizer.registered.options.master_dtype is not None
 
     def add_up(self) -> bool:
         """Whether its backward reduced gradients to their owners."""
@@ -71,14 +98,128 @@ class Slices(Tensors):
         return whole
 
 
+class OfOwners(Tensors):
+    """FairScale's OSS. Under ShardedDataParallel the owner of a parameter alone has its averaged gradient."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self._reduced: bool | None = None
+
+    def grad(self, param: Any) -> torch.Tensor | None:
+        """The gradient; None where another rank owns it, as `.grad` has this rank's own gradient there."""
+        if self._reduced is None:
+            # The optimizer does not know the wrapper, and the wrapper replaces no gradient, so it is looked
+            # for among all objects, once.
+            module = sys.modules.get("fairscale.nn.data_parallel.sharded_ddp")
+            kind = () if module is None else module.ShardedDataParallel
+            self._reduced = any(
+                isinstance(one, kind) and any(own is self.optimizer for own in one._sharded_optimizers)
+                for one in gc.get_objects()
+            )
+        owned = self.optimizer._param_to_rank[param] == self.optimizer.rank
+        return super().grad(param) if owned or not self._reduced else None
+
+
+class OfDeepSpeed(Tensors):
+    """DeepSpeed's optimizer of stage 1, 2 or 3: whole tensors by its public `safe_get_full_...` functions."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        from deepspeed import utils, zero
+
+        self._utils, self._zero, self._third = utils, zero, hasattr(optimizer, "sub_group_to_group_id")
+
+    def groups(self) -> list[tuple[Facts, list[Any]]]:
+        """The options of the groups, which hold flat buffers, and the model's own parameters."""
+        made = [
+            ({k: v for k, v in group.items() if k != "params"}, list[Any]())
+            for group in self.optimizer.optimizer.param_groups
+        ]
+        of_groups = self.optimizer.fp16_groups if self._third else self.optimizer.bit16_groups
+        for number, params in enumerate(of_groups):
+            made[self.optimizer.sub_group_to_group_id[number] if self._third else number][1].extend(params)
+        return made
+
+    def masters(self) -> bool:
+        """It does so, of parameters of 32 bits too."""
+        return True
+
+    def value(self, tensor: Any) -> torch.Tensor:
+        """The parameter with which the model computes. Collective: all ranks, if it is of stage 3."""
+        if not hasattr(tensor, "ds_id"):
+            return super().value(tensor)
+        with self._zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+
+    def stepped(self, param: Any) -> torch.Tensor:
+        """The 32-bit copy, which lies in flat buffers. Collective: all ranks."""
+        return self._utils.safe_get_full_fp32_param(param).detach()
+
+    def apart(self, param: Any) -> str | None:
+        """How the parameter is not its copy, rounded. Collective: all ranks."""
+        value, copy = self.value(param), self.stepped(param)
+        off = (value != copy.to(value.dtype)) & ~copy.isnan()
+        if not off.any():
+            return None
+        place = int(off.flatten().int().argmax())
+        return (
+            "is not the 32-bit copy that DeepSpeed steps: element "
+            f"{place} is {value.flatten()[place]:.6g} and "
+            f"{copy.flatten()[place]:.6g} in the copy, {int(off.sum())} of {off.numel()} elements differ"
+        )
+
+    def grad(self, param: Any) -> torch.Tensor | None:
+        """The averaged gradient, without the scale of the loss. Collective: all ranks."""
+        grad = self._utils.safe_get_full_grad(param)
+        return None if grad is None else grad.detach() / self.optimizer.loss_scale
+
+    def factor(self, grads: Sequence[torch.Tensor]) -> float | None:
+        """DeepSpeed clips inside its step, and leaves out a step whose gradients are not finite."""
+        norm = math.sqrt(sum(grad.double().square().sum().item() for grad in grads))
+        limit = self.optimizer.clip_grad
+        if not math.isfinite(norm):
+            checks = getattr(self.optimizer, "check_grad_overflow", True)
+            return None if checks or self.optimizer.dtype != torch.bfloat16 else math.nan
+        return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+
+    def state(self, param: Any, keys: Sequence[str]) -> Facts:
+        """The state that is as large as the parameter. Collective: all ranks."""
+        full = self._utils.safe_get_full_optimizer_state
+        kept: Facts = next(iter(self.optimizer.optimizer.state.values()), {})
+        keys = [key for key in keys if isinstance(kept.get(key), torch.Tensor) and kept[key].numel() > 1]
+        return {key: full(param, key) for key in keys}
+
+    def numel(self, param: Any) -> int:
+        """The number of elements of the whole parameter."""
+        return int(getattr(param, "ds_numel", param.numel()))
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer whose `step` makes each update: inside accelerate's wrapper, or in DeepSpeed's engine."""
+    if type(optimizer).__module__.startswith("accelerate."):
+        optimizer = optimizer.optimizer  # the wrapper's step makes none while it accumulates
+    if isinstance(optimizer, nn.Module) and type(optimizer).__module__.startswith("deepspeed."):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def parts_of(optimizer: Any) -> Tensors:
     """The way to an optimizer's whole parameters and gradients.
 
     Raises:
-        ValueError: its groups hold flat buffers, as DeepSpeed's, or it makes its update during backward.
+        ValueError: it is an optimizer of DeepSpeed that is not of stage 1, 2 or 3, or it makes its update
+            during backward.
     """
-    if type(optimizer).__module__.startswith("deepspeed."):
-        raise ValueError("DeepSpeed's groups hold flat buffers, which the watch does not know.")
+    kind = type(optimizer).__name__
+    if type(optimizer).__module__.startswith("deepspeed.runtime."):
+        if kind not in ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"):
+            raise ValueError(
+                f"the watch does not know the gradients of DeepSpeed's {kind}: use "
+                "zero_optimization with stage 1, 2 or 3, or stage 0 in 32 bits."
+            )
+        return OfDeepSpeed(optimizer)
+    if type(optimizer).__module__.startswith("fairscale.optim.oss"):
+        return OfOwners(optimizer)
     ours = isinstance(optimizer, ZeroRedundancyOptimizer)
     options, name = (optimizer.registered.options, "") if ours else (optimizer, "_")
     if getattr(options, f"{name}overlap_with_ddp", False):
@@ -96,8 +237,11 @@ def plain_class(optimizer: Any) -> Callable[..., Any]:
         ValueError: it cannot be told.
     """
     inner = getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None) or optimizer
-    if inner is optimizer and not type(inner).__module__.startswith("torch.optim."):
-        kind = type(inner).__name__
+    kind, module = type(inner).__name__, type(inner).__module__
+    if module.startswith("deepspeed.ops.") and hasattr(inner, "adam_w_mode"):
+        return torch.optim.AdamW if inner.adam_w_mode else torch.optim.Adam
+    own = inner is optimizer and not module.startswith("torch.optim.")
+    if own or module.startswith("deepspeed."):
         raise ValueError(f"{kind} may shard any class: give plain=, which makes the plain optimizer.")
     return type(inner)
 
