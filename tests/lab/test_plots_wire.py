@@ -1,8 +1,6 @@
-"""The pictures of what collectives cost: a ring's rounds, bytes on the wire, time against bytes."""
+"""The pictures of what collectives cost: bytes on the wire."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 from library.pictures import Plot, drawn, written
@@ -69,46 +67,6 @@ def test_operations_without_a_line_or_a_mark_are_refused(line_of_op, measured, m
         plots.bytes_on_wire(LINES, line_of_op, measured, plots.figure()[1])
 
 
-# -------------------------------------------------------------------------------------- time against bytes
-
-SIZES = [10.0**power for power in range(3, 11)]
-
-
-def line_of_time(latency_ms: float, ms_per_byte: float) -> dict[float, float]:
-    return {size: latency_ms + ms_per_byte * size for size in SIZES}
-
-
-CURVES = {"slow": line_of_time(1.0, 1e-6), "fast": line_of_time(0.04, 4e-9), "far": line_of_time(0.5, 5e-9)}
-
-
-def times(ax: Axes) -> Axes:
-    return plots.time_against_bytes(CURVES, ax, turns={"slow": 1e6, "fast": 1e7, "far": 1e8})
-
-
-def test_curves_are_drawn_as_given_and_dots_lie_on_them():
-    ax = drawn(times)
-    for name, curve in CURVES.items():
-        assert points(ax, name) == list(curve.items())
-    assert dict(points(ax, "turn")) == pytest.approx({1e6: 2.0, 1e7: 0.08, 1e8: 1.0})
-    assert {"1 MB", "10 MB", "100 MB", "slow", "fast", "far"} <= set(written(ax))
-
-
-@pytest.mark.parametrize(
-    ("curves", "turns", "message"),
-    [
-        ({"a": {1e3: 1.0}}, {}, "a: give two payloads or more"),
-        ({"a": {}}, {}, "a: give two payloads or more"),
-        ({"a": {0.0: 1.0, 1e3: 1.0}}, {}, "sizes and times above 0"),
-        ({"a": {1.0: 1.0, 1e3: 0.0}}, {}, "sizes and times above 0"),
-        ({"a": CURVES["slow"]}, {"b": 1e6}, "a dot for 'b', which is not a curve"),
-        ({"a": CURVES["slow"]}, {"a": 0.0}, "a: the payload of a dot must be above 0"),
-    ],
-)
-def test_what_has_no_logarithm_is_refused(curves: Any, turns: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        plots.time_against_bytes(curves, plots.figure()[1], turns=turns)
-
-
 # -------------------------------------------------------------------------------------------- all pictures
 
 PICTURES: dict[str, Plot] = {
@@ -116,9 +74,5 @@ PICTURES: dict[str, Plot] = {
     "bytes_on_wire, theory alone": lambda ax: plots.bytes_on_wire(LINES, LINE_OF_OP, {}, ax),
     "bytes_on_wire, sixteen ranks": lambda ax: plots.bytes_on_wire(
         LINES, LINE_OF_OP, {"broadcast": {16: 15.0}}, ax
-    ),
-    "time_against_bytes": times,
-    "time_against_bytes, one curve": lambda ax: plots.time_against_bytes(
-        {"slow": CURVES["slow"]}, ax, turns={}
     ),
 }

@@ -18,7 +18,7 @@ All others draw into the Axes that they are given, whoever made it, give it back
 Who owns what: `shard_map`, `loads`, `loads_compared`, `balance_against_ranks`, `step_diagram`,
 `flat_layout`.
 What it costs: `memory_by_rank`, `ledger_stages`, `message_times`.
-What a collective costs: `ring_rounds`, `bytes_on_wire`, `time_against_bytes`.
+What a collective costs: `ring_rounds`, `bytes_on_wire`.
 What a run gave: `loss_curves`, `predicted_against_measured`.
 When it happens: `timeline`, `stages_timeline`. Who holds which piece when: `pieces_over_time`.
 What moves to other ranks: `reshard`; who reads which bytes: `file_reads`.
@@ -46,7 +46,7 @@ from zero_ref.lab.plots._sharded import gradient_memory, hybrid_groups, reductio
 from zero_ref.lab.plots._simulated import StepParts, memory_curve, step_parts, step_time_against_ranks
 from zero_ref.lab.plots._style import Picture, figure, panels, save
 from zero_ref.lab.plots._volume import memory_against_ranks, volume_against_ranks
-from zero_ref.lab.plots._wire import bytes_on_wire, time_against_bytes
+from zero_ref.lab.plots._wire import bytes_on_wire
 from zero_ref.live.lanes import stages_timeline, timeline
 from zero_ref.live.loads import balance_against_ranks, loads, loads_compared
 from zero_ref.live.memory import memory_items
@@ -78,7 +78,6 @@ __all__ = [
     "message_times",
     "ring_rounds",
     "bytes_on_wire",
-    "time_against_bytes",
     "loss_curves",
     "predicted_against_measured",
     "timeline",

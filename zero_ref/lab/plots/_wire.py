@@ -1,19 +1,17 @@
-"""The cost of collectives: bytes on the wire against ranks, time against bytes."""
+"""The cost of collectives: bytes on the wire against ranks."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
-from zero_ref.lab.plots._style import colour_key, in_style, key_above, numbered, with_levels, write_beside
-from zero_ref.live.numbers import short, short_bytes
-from zero_ref.live.palette import ALARM, INK, PAPER, SERIES_COLOURS
+from zero_ref.lab.plots._style import in_style, key_above, numbered, with_levels
+from zero_ref.live.numbers import short
+from zero_ref.live.palette import ALARM, INK, SERIES_COLOURS
 
 SHAPES = ("o", "s", "D", "^", "v", "p", "h", "*")
 SIZES_PT = (17.0, 12.0, 7.5, 4.0)
@@ -112,62 +110,3 @@ def _mark_key(ax: Axes, marks: Mapping[str, dict[str, Any]]) -> None:
     """A mark for each operation, in two rows above the Axes."""
     handles = [Line2D([], [], **(mark | {"ms": min(mark["ms"], 10)}), label=op) for op, mark in marks.items()]
     key_above(ax, handles, columns=3, handletextpad=0.3)
-
-
-# ----------------------------------------------------------------------------------------- time against bytes
-
-
-@in_style
-def time_against_bytes(
-    curves: Mapping[str, Mapping[float, float]], ax: Axes, *, turns: Mapping[str, float]
-) -> Axes:
-    """Draw a collective's time against its payload: flat where latency rules, rising where bandwidth does.
-
-    Both axes are logarithmic. A dot marks the payload for which both take the same time.
-
-    >>> from zero_ref.lab.plots import figure
-    >>> fig, ax = figure(6, 3.4)
-    >>> sizes = [10.0**power for power in range(3, 10)]
-    >>> slow = {size: 0.1 + size / 1e6 for size in sizes}
-    >>> _ = time_against_bytes({"slow": slow}, ax, turns={"slow": 1e5})
-
-    Args:
-        curves: name -> payload in bytes -> milliseconds, at least two of each.
-        turns: name -> the payload of the dot.
-    Raises:
-        ValueError: a curve has fewer than two points, or a size or time not above 0; or a dot has no curve.
-    """
-    for name, curve in curves.items():
-        if len(curve) < 2 or min(*curve, *curve.values()) <= 0:
-            raise ValueError(f"{name}: give two payloads or more, and sizes and times above 0.")
-    if turns.keys() - curves.keys():
-        raise ValueError(f"a dot for {min(turns.keys() - curves.keys())!r}, which is not a curve.")
-    for name, nbytes in turns.items():
-        if nbytes <= 0:
-            raise ValueError(f"{name}: the payload of a dot must be above 0, got {nbytes:g}.")
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    colours = dict(zip(curves, SERIES_COLOURS))
-    for name, curve in curves.items():
-        ax.plot(list(curve), list(curve.values()), color=colours[name], linewidth=2.2, label=name)
-        if name in turns:
-            at = _interpolated(curve, turns[name])
-            ax.plot([turns[name]], [at], "o", color=colours[name], markeredgecolor=PAPER, ms=9, label="turn")
-            turn, words = (turns[name], at), short_bytes(turns[name])
-            write_beside(ax, words, turn, (0, 10), ha="right", color=colours[name])
-    with_levels(ax)
-    numbered(ax.xaxis, short_bytes, LogLocator(base=1000))
-    numbered(ax.yaxis, lambda value: f"{short(value)} ms", LogLocator())
-    ax.set_xlabel("payload")
-    colour_key(ax, colours)
-    return ax
-
-
-def _interpolated(curve: Mapping[float, float], at: float) -> float:
-    """The height of a curve between two of its points, on logarithmic axes; at its end outside of them."""
-    points = [(math.log(size), math.log(ms)) for size, ms in sorted(curve.items())]
-    x = math.log(at)
-    for (left, low), (right, high) in pairwise(points):
-        if left <= x <= right:
-            return math.exp(low + (high - low) * (x - left) / (right - left))
-    return math.exp(points[0][1] if x < points[0][0] else points[-1][1])
