@@ -63,7 +63,7 @@ def test_a_program_with_a_model_of_its_own_is_held_against_its_plain_loop():
     wrong = examined(own_model_unaveraged, only, **OWN)
     assert [one.trial for one in wrong.departures] == ["plain", "accumulation", "clipping"]
     left = {one.trial: one.reason for one in wrong.not_tried}
-    assert left["accumulation and clipping"] == "the trial 'accumulation' was refused, or departs"
+    assert left["accumulation and clipping"] == "the trial 'accumulation' was not played, or departs"
 
 
 class LooksAtTheLoss(doctor.Program):

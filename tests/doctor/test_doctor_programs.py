@@ -25,8 +25,8 @@ LIBRARY = {
     "lightning_fabric": "lightning",
 }
 
-WITHOUT = {"fairscale_oss": ("mixed dtypes",)}
-"""OSS asserts that there is one dtype."""
+DEPARTS = {"fairscale_oss": [("all together", "clip")]}
+"""OSS keeps the list of parameters that it clips. A layer that is unfrozen later is not in its norm."""
 
 OWN = ("ddp", "fsdp2", "plain_function", "torch_zero")
 
@@ -49,13 +49,13 @@ def test_torchs_own_class_is_healthy() -> None:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted({*LIBRARY, *OWN}))
-def test_each_program_is_healthy(name: str) -> None:
+def test_each_program_is_healthy_but_for_what_the_page_says(name: str) -> None:
     if name in LIBRARY:
         pytest.importorskip(LIBRARY[name])
     factory = InFile(str(PROGRAMS / f"{name}.py"), "sharded")
     plain = {"reference": InFile(factory.path, "plain")} if name == "dion_muon" else OPTIONS
     # What torch's own classes can do is tried in course/test_museum_ranks.py.
-    trials = {"only": QUICK} if name in OWN else {"without": WITHOUT.get(name, ())}
+    trials = {"only": QUICK} if name in OWN else {}
     report = doctor.diagnose(
         factory,
         **plain,
@@ -64,7 +64,8 @@ def test_each_program_is_healthy(name: str) -> None:
         timeout=300,
         fresh=name == "deepspeed_zero",
     )
-    report.check()
+    assert [(one.trial, one.phase) for one in report.departures] == DEPARTS.get(name, []), str(report)
+    assert not report.raised, str(report)
     assert ("plain", 3) in report.tried
 
 

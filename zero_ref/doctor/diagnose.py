@@ -42,6 +42,8 @@ NOISY_RUNS = 6
 """Runs of the plain loop with noise, from which the bound is taken (`compare.SAFETY` says how)."""
 MOST_HANGS = 2
 """Trials that may hang before the rest is not tried. Each of them waits for the whole time-out."""
+LEFT_OUT = "left out"
+"""The reason why a trial is not tried that the user left out."""
 PRINTED_LINES = 20
 """The report has this many lines, the last ones, of what ranks printed in a trial that raised."""
 
@@ -92,7 +94,7 @@ def diagnose(
         steps: the number of steps of each trial, 3 or more.
         seed: of the model's values and of the data.
         without: names of trials to leave out.
-        only: names of the trials to play; None: all.
+        only: names of the trials to play, whose things "all together" then has; None: all.
         batch: called with (rank, number), returns a batch for the program's own model: always the same one
             for the same arguments, and another one on another rank. Numbers count from 0, six for each step.
             Ranks may have batches of different sizes: right is then what one process with all data does.
@@ -126,23 +128,26 @@ def diagnose(
         chosen = [name for name in NAMES if name not in without and (only is None or name in only)]
         for trial in trials:
             if trial.name not in chosen:
-                doctor.not_tried.append(NotTried(trial.name, "left out", ranks))
+                doctor.not_tried.append(NotTried(trial.name, LEFT_OUT, ranks))
             elif own and not trial.own:
                 reason = "the program has a model of its own, and this needs the doctor's"
                 doctor.not_tried.append(NotTried(trial.name, reason, ranks))
-            else:
+            elif not trial.needs:
                 for number in ranks:
                     doctor.examine(trial, number)
+        named = NAMES if chosen == [TOGETHER] else chosen
+        alone = [
+            one.name for one in trials if not one.needs and one.name in named and one.name not in without
+        ]
+        pairs = [one for one in trials if one.needs and one.name in chosen and (one.own or not own)]
         for number in ranks:
-            possible = [one for one in trials if (one.own or not own) and one.name not in without]
-            alone = [one.name for one in possible if not one.needs and doctor.allows(one.name, number)]
-            # Such as a group that can be added and not saved.
-            clash = {one.needs[0] for one in possible if one.needs and not doctor.allows(one.name, number)}
-            names = [name for name in alone if name not in clash]
             if TOGETHER in chosen:
-                doctor.examine(together(names, shape, max_norm, own), number)
+                names = [name for name in alone if doctor.allows(name, number)]
+                doctor.examine_together(names, pairs, number, max_norm)
             else:
-                doctor.not_tried.append(NotTried(TOGETHER, "left out", (number,)))
+                doctor.not_tried.append(NotTried(TOGETHER, LEFT_OUT, (number,)))
+                for pair in pairs:
+                    doctor.examine(pair, number)
     if shape.matrices_only:
         reason = "the plain optimizer refuses parameters that are not matrices"
         doctor.not_tried.append(NotTried("biases", reason, ranks))
@@ -331,10 +336,12 @@ class _Doctor:
         return number // 2 if number > 2 else 4
 
     def allows(self, name: str, number: int) -> bool:
-        """Whether nothing is known that keeps a trial of one thing from being a part of another trial."""
+        """Whether nothing is known that keeps a trial from being a part of another one."""
         found: list[Departure | Raised] = [*self.departures, *self.raised]
-        refused = any(one.trial == name and one.refused and number in one.ranks for one in self.not_tried)
-        return not refused and not any(one.trial == name and one.ranks == number for one in found)
+        left = [one for one in self.not_tried if one.trial == name and one.reason != LEFT_OUT]
+        return not any(number in one.ranks for one in left) and not any(
+            one.trial == name and one.ranks == number for one in found
+        )
 
     def why_not(self, trial: Trial, number: int) -> str | None:
         """The reason why a trial is not tried after what was found before; None if it is."""
@@ -347,14 +354,48 @@ class _Doctor:
                 return f"it raised on {one.ranks} ranks"
         lacking = [name for name in trial.needs if not self.allows(name, number)]
         if lacking:
-            return f"the trial {lacking[0]!r} was refused, or departs"
+            return f"the trial {lacking[0]!r} was not played, or departs"
         return None
+
+    def examine_together(
+        self, names: Sequence[str], pairs: Sequence[Trial], number: int, max_norm: float
+    ) -> None:
+        """Play all things of these names in one trial. Only if that is not equal, play the pairs, which tell
+        more.
+        """
+        make = partial(together, shape=self.case.trial.shape, max_norm=max_norm, own=self.case.own)
+        found = self.result(make(names), number)
+        for pair in pairs:
+            if found is None and set(pair.needs) <= set(names):
+                covered = f"{TOGETHER!r} has both, and is equal"
+                self.not_tried.append(NotTried(pair.name, covered, (number,)))
+            else:
+                self.examine(pair, number)
+        # Such as a group that can be added and not saved: the rest may go together.
+        clash = {pair.needs[0] for pair in pairs if not self.allows(pair.name, number)}
+        if found is not None and clash:
+            found = self.result(make([name for name in names if name not in clash]), number)
+        self.keep(TOGETHER, number, found)
 
     def examine(self, trial: Trial, number: int) -> None:
         """Play one trial on `number` ranks, and keep what it shows."""
-        if reason := self.why_not(trial, number):
-            self.not_tried.append(NotTried(trial.name, reason, (number,)))
+        self.keep(trial.name, number, self.result(trial, number))
+
+    def keep(self, name: str, number: int, found: Departure | Raised | NotTried | None) -> None:
+        """Keep the result of a trial."""
+        if isinstance(found, NotTried):
+            self.not_tried.append(found)
             return
+        self.tried.append((name, number))
+        if isinstance(found, Departure):
+            self.departures.append(found)
+        elif found is not None:
+            self.raised.append(found)
+
+    def result(self, trial: Trial, number: int) -> Departure | Raised | NotTried | None:
+        """Play one trial on `number` ranks. None: it is equal to the plain loop."""
+        if reason := self.why_not(trial, number):
+            return NotTried(trial.name, reason, (number,))
         second = self.other(number) if trial.elsewhere else number
         case = replace(self.case, trial=trial)
         self.printed = io.StringIO()
@@ -364,24 +405,16 @@ class _Doctor:
         except lab_ranks.RankError as error:
             if trial.name != "plain" and is_refusal(error):
                 reason = f"all ranks refuse it: {error.summary}"
-                self.not_tried.append(NotTried(trial.name, reason, (number,), refused=True))
-                return
+                return NotTried(trial.name, reason, (number,), refused=True)
             # A collective gives up before the whole time-out is over.
             self.hangs += time.monotonic() - began >= lab_ranks.COLLECTIVE_SHARE * self.timeout * patience()
-            self.tried.append((trial.name, number))
             printed = self.printed.getvalue().splitlines()[-PRINTED_LINES:]
             rank, summary, text = told(error)
             text = "\n".join([text, *(["", "printed last:", *printed] if printed else [])])
-            self.raised.append(Raised(trial.name, number, rank, summary, text))
-            return
+            return Raised(trial.name, number, rank, summary, text)
         if isinstance(played, Refused):
-            self.not_tried.append(NotTried(trial.name, played.reason, (number,), refused=True))
-            return
-        why_not = self.compare(case, played[1], (number, second), played[0])
-        if why_not is None:
-            self.tried.append((trial.name, number))
-        else:
-            self.not_tried.append(NotTried(trial.name, why_not, (number,)))
+            return NotTried(trial.name, played.reason, (number,), refused=True)
+        return self.compare(case, played[1], (number, second), played[0])
 
     def play(self, case: Case, number: int, second: int) -> Refused | tuple[list[Part], nn.Module]:
         """Run the program on real ranks.
@@ -424,15 +457,16 @@ class _Doctor:
 
     def compare(
         self, case: Case, model: nn.Module, ranks: tuple[int, int], observed: list[Part]
-    ) -> str | None:
+    ) -> Departure | NotTried | None:
         """Compare what the ranks noted with the plain loop, and read off what departs.
 
         Gradients of micro-batches may be added up or averaged, until the first trial that accumulates has
         shown which of the two the program does.
 
         Returns:
-            The reason why nothing could be compared; None if it was.
+            None: they are equal. NotTried: nothing could be compared.
         """
+        left = partial(NotTried, case.trial.name, ranks=(ranks[0],))
         accumulates = any(step.micro > 1 for step in case.trial.steps)
         ways = [self.accumulation] if self.accumulation or not accumulates else ["sum", "mean"]
         found: list[Departure] = []
@@ -441,14 +475,14 @@ class _Doctor:
             try:
                 expected = make().play()
             except Exception as error:
-                return f"the plain loop itself raises {type(error).__name__}: {error}"
+                return left(f"the plain loop itself raises {type(error).__name__}: {error}")
             if clips_nothing(case, expected):
-                return "the gradients are shorter than the limit, so nothing would be clipped"
+                return left("the gradients are shorter than the limit, so nothing would be clipped")
             if first_departure(observed, expected, bounds_of(expected, [])) is None:
                 self.learned(way if accumulates else None)
                 return None  # the last bits need no further runs
             if first_departure(make().play(), expected, bounds_of(expected, [])) is not None:
-                return "the plain loop gives other values each time it is played"
+                return left("the plain loop gives other values each time it is played")
             noisy = [make(noise=Noise(run, self.gradients)).play() for run in range(NOISY_RUNS)]
             bounds = bounds_of(expected, noisy)
             if self.gradients is not None:
@@ -468,8 +502,7 @@ class _Doctor:
             found.append(
                 Departure(case.trial.name, ranks[place.part], place.step, place.phase, place.places, hints)
             )
-        self.departures.append(max(found, key=lambda one: one.step))
-        return None
+        return max(found, key=lambda one: one.step)
 
     def learned(self, accumulation: str | None) -> None:
         """Keep what a healthy trial has shown: how the program treats the gradients of micro-batches."""

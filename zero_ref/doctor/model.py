@@ -179,6 +179,7 @@ def factors_for(
     }
 
 
+@functools.lru_cache(maxsize=4096)
 def scale(shape: Shape, key: str, size: tuple[int, ...], step: int, steps: int) -> torch.Tensor:
     """The power of two of each element in a step, the same on all ranks and in all micro-batches."""
     wakes = torch.randint(-steps + 1, steps, size, generator=generator_of(key)).clamp(min=0)

@@ -281,7 +281,8 @@ class Player:
         of_added = None
         if self.program.added:
             of_added = added_batch(self.case, step, micro, self.rank)
-        torch.manual_seed(self.case.random_seed(step, micro, self.rank))
+        # torch.manual_seed notes a traceback for each kind of device: that is slower than the forward itself.
+        torch.default_generator.manual_seed(self.case.random_seed(step, micro, self.rank))
         loss = self.program.loss(self.case.data(step, micro, self.rank), of_added)
         return loss * math.nan if step.nan and self.rank == self.ranks - 1 else loss
 
