@@ -189,14 +189,15 @@ def answers_of(case: Case) -> dict[str, bool]:
     is_short = _block_ms(case) < SHORT_BLOCK_MS
     is_long_update = case.tokens * case.passes > _tokens_of_update(case)
     little = 18 * case.numel / 1e9 < LITTLE * case.device_gb and (is_long_update or is_short)
-    inside = _has_few_nodes(case) or (case.tokens > _tokens_of_node(case) and not is_short)
+    inside = case.tokens > _tokens_of_node(case) and not (is_short or several)
+    inside = inside or (_has_few_nodes(case) and not (is_short and several))
     return {
         LEAST: fits[LEAST],
         HIDES: case.tokens > needed,
         SMALL: fits[SMALL] and little,
         SEVERAL: fits[SEVERAL] and several,
         SHORT: fits[SHORT] and is_short,
-        IN_NODE: fits[IN_NODE] and _fills_nodes(case) and not several and inside,
+        IN_NODE: fits[IN_NODE] and _fills_nodes(case) and inside,
         WHOLE: fits[WHOLE] and (little or (is_short and not several)),
         PASSES: fits[PASSES] and several and case.tokens < needed / 2,
         STAGE_2: fits[STAGE_2],

@@ -60,6 +60,9 @@ def brute_force(scenario: Scenario, sequences: int) -> dict[tuple[object, ...], 
                         accumulation=accumulation,
                         checkpointing=checkpointing,
                         no_sync=no_sync,
+                        all_reduce_last=bool(
+                            group and accumulation > 1 and strategy == "zero-3" and not no_sync
+                        ),
                     )
                     run = one.run(strategy)
                     found[key_of(one, strategy)] = (run.peak_bytes, run.iteration_ms)

@@ -91,6 +91,8 @@ RUNS: list[Recipe] = [
             {"reduce_dtype": "bfloat16", "accumulation": 2, "no_sync": True},
             {"shard_group": 2},
             {"shard_group": 2, "accumulation": 2, "reduce_dtype": "bfloat16"},
+            {"shard_group": 2, "accumulation": 3, "all_reduce_last": True},
+            {"shard_group": 1, "accumulation": 2, "all_reduce_last": True},
             {"shard_group": 1, "no_sync": True, "accumulation": 2},
         ],
     }.items()

@@ -24,6 +24,7 @@ from zero_ref.simulator.which import compared_leaner
 NOT_ASKED = {
     "no_sync",
     "shard_group",
+    "all_reduce_last",
     "way",
     "bucket_bytes",
     "prefetch",

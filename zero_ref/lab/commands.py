@@ -167,6 +167,8 @@ def _accumulating(scenario: Scenario, strategy: str) -> list[str]:
     if scenario.accumulation == 1:
         return []
     said = f"# an update: {scenario.accumulation:,} backwards, then optimizer.step()"
+    if scenario.all_reduce_last and not scenario.no_sync:
+        return [f"{said}; before the first model.set_requires_all_reduce(False), before the last True"]
     if recipe(strategy).in_groups and not scenario.no_sync:
         return [said]
     if strategy == "zero-3":

@@ -42,13 +42,14 @@ class Trainable:
         model: is called with a batch, and returns its loss.
         optimizer: of the model's parameters.
         calls: filled while `recording` lasts.
-        no_sync: as the recipe's.
+        no_sync, all_reduce_last: as the recipe's.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     calls: list[Call] = field(default_factory=list)
     no_sync: bool = False
+    all_reduce_last: bool = False
 
     @property
     def cuts_by_itself(self) -> bool:
@@ -103,7 +104,10 @@ class Sharded(Trainable):
     @contextlib.contextmanager
     def passing(self, is_last: bool) -> Iterator[None]:
         """As `Trainable.passing`."""
-        self.model.set_requires_gradient_sync(is_last or not self.no_sync)  # type: ignore[operator]
+        model: Any = self.model
+        model.set_requires_gradient_sync(is_last or not self.no_sync)
+        if self.all_reduce_last:
+            model.set_requires_all_reduce(is_last)
         yield
 
     def held(self) -> meter.HeldBytes:
@@ -131,7 +135,7 @@ def trainable(
     if recipe.stage == 3:
         stage_3.shard(model, recipe.group_of(dist.get_world_size()), reduce_dtype)
         adam = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-        return Sharded(model, adam, no_sync=recipe.no_sync)
+        return Sharded(model, adam, no_sync=recipe.no_sync, all_reduce_last=recipe.all_reduce_last)
     if recipe.without_ddp:
         return _without_ddp(recipe, model, learning_rate, reduce_dtype)
     # Reduced to their owners, gradients leave the buckets: windows of these would free nothing.

@@ -65,11 +65,13 @@ class Recipe:
         no_sync: of several, only the last backward reduces, and until then gradients are whole on every rank.
             With DDP that is always so. Without it, and at stage 3, each backward otherwise reduces its own,
             and they add up in the shards.
+        all_reduce_last: at stage 3 in groups, shards of several backwards add up, and the last alone is
+            all-reduced between the groups.
         reduce_dtype: what gradients travel in; None for the parameters' own dtype.
         offload: one of `offload.OFFLOADS`: what is on the CPU; None for nothing.
         offload_fraction: the part of the elements that the CPU updates.
     Raises:
-        ValueError: a partition, owners, a way, an averaging or one of the last six is asked of a strategy
+        ValueError: a partition, owners, a way, an averaging or one of the last seven is asked of a strategy
             that has none; a name is unknown; a fraction is not above 0, or above 1.
     """
 
@@ -88,6 +90,7 @@ class Recipe:
     optimizer: str | StateRule = field(default="AdamW", kw_only=True)
     accumulation: int = field(default=1, kw_only=True)
     no_sync: bool = field(default=False, kw_only=True)
+    all_reduce_last: bool = field(default=False, kw_only=True)
     reduce_dtype: str | None = field(default=None, kw_only=True)
     reduced_by: str = field(default="pairs", kw_only=True)
     offload: str | None = field(default=None, kw_only=True)
@@ -142,6 +145,8 @@ class Recipe:
             raise ValueError(
                 f"no_sync= is for zero-2 and zero-3: DDP, and so {self.name!r}, does nothing else."
             )
+        if self.all_reduce_last and not (self.in_groups and self.stage == 3):
+            raise ValueError(f"all_reduce_last= is for zero-3 in groups; {self.name!r} has none.")
         if self.reduce_dtype is not None:
             check_name("reduce_dtype", self.reduce_dtype, REDUCED_IN)
             if not self.reduces_in_any_dtype:
@@ -243,6 +248,7 @@ class Recipe:
         if self.accumulation > 1:
             words.append(
                 f"{self.accumulation} backwards{' without reductions but for the last' * self.no_sync}"
+                f"{', one all-reduce' * self.all_reduce_last}"
             )
         if self.reduce_dtype is not None:
             words.append(f"reduced in {self.reduce_dtype}")

@@ -190,13 +190,15 @@ class Scenario(RankWork):
         used["reduce_dtype"] = used["reduce_dtype"] or used["gradient_dtype"]
         if usual.is_stair:
             used["prefetch"] = usual.prefetch
-        axes = ("way", "shard_group", "prefetch", "no_sync", "reduce_dtype", "offload", "offload_fraction")
+        axes = ("way", "shard_group", "prefetch", "no_sync", "all_reduce_last", "reduce_dtype")
         return recipe(
             usual,
             optimizer=self.state,
             accumulation=self.accumulation,
             averaging=usual.averaging and self.averaging,
             averaged_itemsize=self._state_itemsize,  # the 32-bit copies of 16-bit parameters
+            offload=used["offload"],
+            offload_fraction=used["offload_fraction"],
             **{name: used[name] for name in axes},
             **changes,
         )

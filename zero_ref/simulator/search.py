@@ -59,7 +59,7 @@ MOST_RANKS = 16
 NEAR = 1 / 16
 """Accumulation is a whole number of batches: an update may have this share of the tokens more or less."""
 
-VARIED = ("batch", "accumulation", "no_sync", "checkpointing", "shard_group")
+VARIED = ("batch", "accumulation", "no_sync", "all_reduce_last", "checkpointing", "shard_group")
 """The fields of a scenario that a search sets."""
 
 STEADY = 2
@@ -366,11 +366,20 @@ class _Planned:
                     larger += 1
                     continue
                 one = self.scenario.like(
-                    batch=batch, accumulation=accumulation, checkpointing=checkpointing, no_sync=no_sync
+                    batch=batch,
+                    accumulation=accumulation,
+                    checkpointing=checkpointing,
+                    no_sync=no_sync,
+                    all_reduce_last=self.in_groups and accumulation > 1 and not no_sync,
                 )
                 found.append(self.candidate(one))
                 too_large = found[-1].fits is False
         return found, larger
+
+    @property
+    def in_groups(self) -> bool:
+        """Stage 3 in groups, which need not all-reduce in every pass: to do so once is never worse."""
+        return recipe(self.strategy).stage == 3 and self.scenario.shard_group is not None
 
     def candidate(self, scenario: Scenario) -> Candidate:
         """Its memory, and its time if it may fit."""

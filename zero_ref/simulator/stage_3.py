@@ -79,7 +79,8 @@ class ZeroStage3(Strategy):
     """Each parameter is cut along its first dimension into as many parts as a group has ranks.
 
     torch's `fully_shard` cuts them in the same way. Parameters are gathered before use, in forward and again
-    in backward; gradients are reduced to shards, and between groups all-reduced shard by shard.
+    in backward; gradients are reduced to shards, and between groups all-reduced shard by shard, in each
+    backward or in the last alone.
 
     Before a unit computes, all-gathers start for the units up to `prefetch` places further on. So in backward
     the next unit's parameters come before this unit's gradients: the network does first what is needed first.
@@ -105,7 +106,8 @@ class ZeroStage3(Strategy):
         self._reduced: tuple[int, ...] = ()  # the last reduction
         for number in range(self.how.accumulation):
             self._is_first = not number
-            self._reduces = not self._no_sync or number == self.how.accumulation - 1
+            self._is_last = number == self.how.accumulation - 1
+            self._reduces = self._is_last or not self._no_sync
             for label, way in (("forward", 1), ("backward", -1)):
                 if label == "backward":
                     self._begin_backward()
@@ -202,7 +204,7 @@ class ZeroStage3(Strategy):
         if self._sends(part):
             scatter = reduce._replace(nbytes=unit.reduced_bytes, gives=whole - shard)
             self._reduced = (self._append(groups.within(scatter)),)
-        if groups.replicas > 1:
+        if groups.replicas > 1 and (self._is_last or not self.how.all_reduce_last):
             after, gives = (self._reduced, 0) if groups.ranks > 1 else (self._computed, whole - shard)
             between = reduce._replace(op="all_reduce", nbytes=unit.reduced_bytes // groups.ranks, gives=gives)
             self._reduced = (self._append(groups.between(between._replace(after=after))),)

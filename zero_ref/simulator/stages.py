@@ -27,7 +27,7 @@ STRATEGY_OF_STAGE = {
 
 Stage 1 is on top of DDP, which all-reduces gradients. It sends half as much again as a stage 1 that reduces
 them to their owners, such as Megatron-LM's. The hybrid is stage 3 within each node; every node has a replica
-of the model.
+of the model. Of several passes the last alone is all-reduced between nodes.
 """
 
 
@@ -68,7 +68,9 @@ def runs_by_stage(scenario: Scenario) -> dict[str, SimulatedRun]:
     among_all = scenario if scenario.shard_group is None else replace(scenario, shard_group=None)
     runs = {name: among_all.run(strategy) for name, strategy in STRATEGY_OF_STAGE.items() if name != "hybrid"}
     if has_hybrid(scenario):
-        within_node = replace(scenario, shard_group=scenario.cluster.ranks_per_node)
+        within_node = replace(
+            scenario, shard_group=scenario.cluster.ranks_per_node, all_reduce_last=scenario.accumulation > 1
+        )
         runs["hybrid"] = within_node.run(STRATEGY_OF_STAGE["hybrid"])
     return runs
 

@@ -203,6 +203,10 @@ class Training:
         "of zero-2 and zero-3: accumulated gradients are whole on each rank until the last backward",
         used_by=_in_groups,
     )] = False
+    all_reduce_last: Annotated[bool, Option(
+        "of zero-3 with --shard-group: accumulated gradients are all-reduced between the groups once an "
+        "update, as by fully_shard's set_requires_all_reduce", used_by=_gathers_ahead,
+    )] = False
     shard_group: Annotated[int | None, Option(
         "of zero-2 and zero-3: so many consecutive ranks share what is sharded, as a node's (default: all)",
         metavar="N", least=1, most=2**20, used_by=_in_groups,

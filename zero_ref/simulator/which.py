@@ -119,7 +119,7 @@ HIDES = "Does a pass hide what all ranks gather?"
 SMALL = "Does it fit whole, with little to gain by dividing?"
 SEVERAL = "Has an update several passes, and do whole parameters fit?"
 SHORT = "Is the pass short, and does stage 1 fit?"
-IN_NODE = "Is there one pass, and do gathers inside a node pay?"
+IN_NODE = "Do gathers inside a node pay?"
 PASSES = "Are passes several and very short, and do whole gradients fit?"
 STAGE_2 = "Do whole parameters fit?"
 
@@ -155,8 +155,8 @@ TREE = Question(
         ),
         no=Question(
             IN_NODE,
-            threshold="16 Ψ/n bytes + two blocks and the root + activations < room; nodes < 2/3 W inside/W, "
-            "or tokens > C/W · (n−1)/n inside and the pass not short",
+            threshold="16 Ψ/n bytes + two blocks and the root + activations < room; nodes < 2/3 W inside/W "
+            "but for several short passes, or one pass, not short, of tokens > C/W · (n−1)/n inside",
             yes=Advice("hybrid", "Gathers stay inside; only a share crosses"),
             no=Question(
                 WHOLE,
@@ -189,6 +189,8 @@ The lowest stage that fits is taken unless a higher one frees memory at no cost 
 one long pass hides its gathers. In several passes it writes the gathered blocks to memory in each. In short
 ones the host may need longer to start the work of a block than the block takes, which is not simulated, so
 there the simplest way is taken.
+With several passes the hybrid adds up shards, and all-reduces them between nodes once. To keep gradients
+whole until then (`no_sync`) is a few percent faster, and takes the memory of all, so it is not advised.
 tests/simulator/test_which.py holds the tree against the simulator: no other way is as fast with less memory.
 Left out are short passes, what frees less than LITTLE, and cases at the edge of a rule, which the test lists.
 """
@@ -225,18 +227,19 @@ def ways_of(scenario: Scenario) -> dict[str, SimulatedRun]:
     ['DDP', 'stage 1', 'stage 2', 'stage 2, no_sync', 'stage 3', 'stage 3, no_sync']
 
     Args:
-        scenario: its own `no_sync` and `shard_group` are not used.
+        scenario: its own `no_sync`, `all_reduce_last` and `shard_group` are not used.
     Raises:
         ValueError: as `Scenario.run`.
     """
-    scenario = replace(scenario, no_sync=False, shard_group=None)
+    scenario = replace(scenario, no_sync=False, shard_group=None, all_reduce_last=False)
     runs: dict[str, SimulatedRun] = {}
     for name, run in runs_by_stage(scenario).items():
         if name == "stage 2" and scenario.world_size > MANY_RANKS and scenario.bucket_bytes is None:
             run = replace(scenario, bucket_bytes=WIDE_RANGES).run(run.strategy)
         runs[name] = run
         if scenario.accumulation > 1 and recipe(run.strategy).in_groups:
-            runs[f"{name}, no_sync"] = run.scenario.like(no_sync=True).run(run.strategy)
+            whole = run.scenario.like(no_sync=True, all_reduce_last=False)
+            runs[f"{name}, no_sync"] = whole.run(run.strategy)
     return runs
 
 
@@ -306,7 +309,8 @@ class Compared:
         """The answer to each question of TREE, by its text."""
         tokens, fits = self.scenario.tokens_of_pass, set(self.fitting)
         several, is_short = self.scenario.accumulation > 1, self.block_ms < SHORT_BLOCK_MS
-        inside = self.has_few_nodes or (tokens >= self.tokens_needed_in_node and not is_short)
+        inside = tokens >= self.tokens_needed_in_node and not (is_short or several)
+        inside = inside or (self.has_few_nodes and not (is_short and several))
         little = self.freed_by_dividing <= LITTLE and (self.saved_by_dividing <= ALIKE or is_short)
         return {
             LEAST: bool(fits),
@@ -314,7 +318,7 @@ class Compared:
             SMALL: "DDP" in fits and little,
             SEVERAL: "stage 2" in fits and several,
             SHORT: "stage 1" in fits and is_short,
-            IN_NODE: "hybrid" in fits and inside and not several,
+            IN_NODE: "hybrid" in fits and inside,
             WHOLE: "DDP" in fits and (little or (is_short and not several)),
             PASSES: "stage 2, no_sync" in fits and tokens < self.tokens_needed / 2,
             STAGE_2: "stage 2" in fits,
