@@ -120,6 +120,7 @@ UNFUSED = {"attention": "unfused", "checkpointing": "selective"}
         (["--loss-dtype", "bfloat16"], {"loss_dtype": "bfloat16"}),
         (["--kept-logits"], {"kept_logits": True}),
         (["--compare", "zero-3", "--live-parameters", "1000000000"], {"live_parameters": 10**9}),
+        (["--compare", "zero-3", "--gather-modules"], {"gather_modules": True}),
         (["--compare", "zero-3", "--prefetch", "0"], {"prefetch": 0}),
         (["--compare", "local-sgd", "--period", "3"], {"period": 3}),
         (["--compare", "local-sgd", "--gradient-group", "4"], {"gradient_group": 4}),

@@ -385,3 +385,23 @@ def test_float32_is_priced_at_its_own_peak_and_not_at_that_of_16_bits(name: str)
     run = long.run("ddp")
     operations = 6 * long.numel * long.tokens * (1 + long.attention_share)
     assert run.utilisation == pytest.approx(operations / run.iteration_ms / peaks["float32"] / 1e9)
+
+
+def test_modules_that_are_gathered_one_by_one_send_as_much_in_more_calls() -> None:
+    scenario = Scenario(MODELS["llama3-8b"], H100, 64, sequence=512)
+    blocks, modules = (
+        replace(scenario, gather_modules=by_module).run("zero-3") for by_module in (False, True)
+    )
+    # Of each of 32 blocks 7 matrices are gathered twice; the root, with the norms, once. Gradients of 500
+    # million elements at the most travel together: those of the blocks in 15 calls, those of the root in one.
+    calls = [Counter(one.op for one in run.schedule.operations if one.op) for run in (blocks, modules)]
+    assert calls[0] == {"all_gather": 2 * 32 + 1, "reduce_scatter": 32 + 1}
+    assert calls[1] == {"all_gather": 2 * 32 * 7 + 1, "reduce_scatter": 15 + 1}
+    assert modules.sent_bytes == pytest.approx(blocks.sent_bytes, rel=1e-4), "norms are gathered once"
+    assert modules.memory == blocks.memory
+    assert modules.iteration_ms > 1.1 * blocks.iteration_ms
+    long = [
+        replace(scenario, sequence=8192, gather_modules=by_module).run("zero-3").iteration_ms
+        for by_module in (False, True)
+    ]
+    assert long[1] == pytest.approx(long[0], rel=1e-3), "computing hides the messages"

@@ -35,6 +35,7 @@ LIKE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "norms": "by-hand",
             "kept_logits": True,
             "live_parameters": 10**9,
+            "gather_modules": True,
             "program": "deepspeed",
         },
     }
@@ -44,5 +45,6 @@ LIKE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 Source: torchtitan's MixedPrecisionPolicy, which reduces in float32; transformers' models, whose norms are
 separate operations and which return their logits; nanoGPT's train.py, which compiles the whole model, with
 its loss, under autocast; Megatron-LM's main_grad, its own buffers, its fused cross-entropy and the kernels of
-Transformer Engine; DeepSpeed with a model of transformers, and its default stage3_max_live_parameters.
+Transformer Engine; DeepSpeed with a model of transformers, its default stage3_max_live_parameters, and
+its gathers of single modules.
 """

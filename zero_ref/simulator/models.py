@@ -169,6 +169,43 @@ def _blocks(names: tuple[str, ...]) -> list[list[int]]:
     return [root, *units.values()]
 
 
+REDUCED_TOGETHER = 500_000_000
+"""Elements of the gradients that DeepSpeed reduces together: its default `reduce_bucket_size`."""
+
+PREFETCHED = 50_000_000
+"""Elements that DeepSpeed gathers ahead: its default `stage3_prefetch_bucket_size`."""
+
+LEFT_WHOLE = 100_000
+"""Elements below which DeepSpeed leaves a parameter whole on each rank: its default
+`stage3_param_persistence_threshold`."""
+
+
+def modules(params: Iterable[ParamShape | ParamSpec]) -> list[list[int]]:
+    """The units in which DeepSpeed's stage 3 gathers: of each block a matrix with its bias.
+
+    What it leaves whole is with the root.
+
+    >>> units = modules(shapes("gpt2"))
+    >>> len(units), units[0][:6], units[1:3]
+    (49, [0, 1, 2, 3, 8, 9], [[4, 5], [6, 7]])
+
+    Args:
+        params: in registration order.
+    Returns:
+        As `blocks`, with each block divided.
+    Source: DeepSpeed fetches the parameters of a module when its forward or backward begins
+        (deepspeed/runtime/zero/parameter_offload.py, `pre_sub_module_forward_function`).
+    """
+    listed = list(params)
+    root, *others = _blocks(tuple(param.name for param in listed))
+    units: dict[str, list[int]] = {}
+    for index in (one for unit in others for one in unit):
+        units.setdefault(listed[index].name.rpartition(".")[0], []).append(index)
+    small = [unit for unit in units.values() if max(listed[one].numel for one in unit) < LEFT_WHOLE]
+    whole = sorted([*root, *(one for unit in small for one in unit)])
+    return [whole, *(unit for unit in units.values() if unit not in small)]
+
+
 def matrices_whole(params: Sequence[ParamSpec]) -> list[ParamSpec]:
     """The matrices of the blocks marked `whole`, which Muon orthogonalizes, and in a group of their own.
 

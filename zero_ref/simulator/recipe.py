@@ -60,6 +60,9 @@ class Recipe:
         averaged_itemsize: bytes of an element as it is averaged: 4 where the optimizer keeps 32-bit copies of
             16-bit parameters; None for the parameters' own.
         prefetch: at stage 3, how many units ahead parameters are gathered.
+        prefetch_numel: at stage 3, units are gathered ahead until they have so many elements, where these are
+            more units.
+        reduce_numel: at stage 3, elements of the gradients that are reduced together, if units are smaller.
         optimizer: what each rank runs: a name in `ledger.STATE_RULES`, or a rule.
         accumulation: forwards and backwards before an update.
         no_sync: of several, only the last backward reduces, and until then gradients are whole on every rank.
@@ -95,6 +98,8 @@ class Recipe:
     reduced_by: str = field(default="pairs", kw_only=True)
     offload: str | None = field(default=None, kw_only=True)
     offload_fraction: float = field(default=1.0, kw_only=True)
+    prefetch_numel: int = field(default=0, kw_only=True)
+    reduce_numel: int = field(default=0, kw_only=True)
     broadcast_buffer_size: int = field(default=BROADCAST_NUMEL, kw_only=True)
 
     def __post_init__(self) -> None:

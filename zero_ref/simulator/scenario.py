@@ -19,7 +19,7 @@ from zero_ref.plan.partition import Partition
 from zero_ref.plan.rules import equal_shares
 from zero_ref.simulator.ledger import Convention, nbytes_of
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks, offloaded
-from zero_ref.simulator.models import blocks
+from zero_ref.simulator.models import PREFETCHED, REDUCED_TOGETHER, blocks, modules
 from zero_ref.simulator.offload import Offload, gradients_leave
 from zero_ref.simulator.operations import HOST, NETWORK
 from zero_ref.simulator.options import used_values
@@ -167,7 +167,7 @@ class Scenario(RankWork):
             self.world_size,
             ddp_buckets=self.buckets,
             side_stream=self.cluster.backend == "nccl",
-            blocks=blocks(self.params),
+            blocks=modules(self.params) if self.gather_modules else blocks(self.params),
             activation_bytes=self.activations.blocks,
         )
 
@@ -190,6 +190,8 @@ class Scenario(RankWork):
         used["reduce_dtype"] = used["reduce_dtype"] or used["gradient_dtype"]
         if usual.is_stair:
             used["prefetch"] = usual.prefetch
+        if used["gather_modules"]:
+            changes = {"prefetch_numel": PREFETCHED, "reduce_numel": REDUCED_TOGETHER, **changes}
         axes = ("way", "shard_group", "prefetch", "no_sync", "all_reduce_last", "reduce_dtype")
         return recipe(
             usual,

@@ -104,6 +104,7 @@ class ZeroStage3(Strategy):
         self._gathered: dict[int, tuple[int, ...]] = {}  # the last all-gather of each unit
         self._computed: tuple[int, ...] = ()  # the last computation
         self._reduced: tuple[int, ...] = ()  # the last reduction
+        self._waiting: list[int] = []  # units whose gradients are not yet reduced
         for number in range(self.how.accumulation):
             self._is_first = not number
             self._is_last = number == self.how.accumulation - 1
@@ -117,10 +118,23 @@ class ZeroStage3(Strategy):
                     if self._sends(part) and not (label == "backward" and units[part].kept)
                 )
                 for part in range(len(units))[::way]:
-                    while to_gather and way * (to_gather[0] - part) <= self.how.prefetch:
+                    while to_gather and self._is_near(part, to_gather[0]):
                         self._gather(to_gather.popleft())
                     self._compute(label, part)
         self._step()
+
+    def _is_near(self, part: int, ahead: int) -> bool:
+        """Whether a unit is gathered before another one computes."""
+        if abs(ahead - part) <= self.how.prefetch:
+            return True
+        before = self._numel_before
+        between = before[ahead] - before[part + 1] if ahead > part else before[part] - before[ahead + 1]
+        return between < self.how.prefetch_numel
+
+    @cached_property
+    def _numel_before(self) -> list[int]:
+        """Elements of the units before each one."""
+        return list(accumulate((unit.numel for unit in self._units), initial=0))
 
     @cached_property
     def groups(self) -> Groups:
@@ -183,8 +197,8 @@ class ZeroStage3(Strategy):
         after = self._gathered.get(part, ())
         compute = Operation(label, COMPUTE, part, after, unit.numel, takes=takes, gives=gives)
         self._computed = (self._append(compute._replace(tensors=unit.tensors)),)
-        if label == "backward" and unit.reduced_bytes and self._reduces:
-            self._reduce(part)
+        if label == "backward" and self._reduces:
+            self._reduce_in_buckets(part)
 
     def _gradient_bytes(self, part: int) -> int:
         """Bytes that the backward of a unit allocates for its gradients."""
@@ -194,19 +208,34 @@ class ZeroStage3(Strategy):
             return unit.reduced_bytes if self._is_first else 0
         return 0 if alone and not self._is_first else unit.gradient_bytes
 
-    def _reduce(self, part: int) -> None:
-        """The gradients of a unit are reduced among the ranks that share it, and then between the groups."""
-        unit, groups = self._units[part], self.groups
-        whole = unit.reduced_bytes if self._no_sync else unit.gradient_bytes
+    def _reduce_in_buckets(self, part: int) -> None:
+        """Put a unit's gradients into a bucket, and reduce a full one: as a rule, each unit by itself."""
+        units, waiting = self._units, self._waiting
+        if sum(units[one].numel for one in waiting) + units[part].numel > self.how.reduce_numel and waiting:
+            self._reduce(waiting)
+            waiting.clear()
+        if units[part].reduced_bytes:
+            waiting.append(part)
+        full = sum(units[one].numel for one in waiting) >= self.how.reduce_numel
+        if waiting and (full or part == 0):
+            self._reduce(waiting)
+            waiting.clear()
+
+    def _reduce(self, parts: Sequence[int]) -> None:
+        """The gradients of units are reduced among the ranks that share them, and then between the groups."""
+        groups, part = self.groups, parts[-1]
+        reduced_bytes = sum(self._units[one].reduced_bytes for one in parts)
+        gradient_bytes = sum(self._units[one].gradient_bytes for one in parts)
+        whole = reduced_bytes if self._no_sync else gradient_bytes
         is_new = self._is_first or self._no_sync  # else gradients are added to the shard
-        shard = unit.gradient_bytes // groups.ranks if is_new else 0
+        shard = gradient_bytes // groups.ranks if is_new else 0
         reduce = Operation("reduce", NETWORK, part, self._computed, op="reduce_scatter")
         if self._sends(part):
-            scatter = reduce._replace(nbytes=unit.reduced_bytes, gives=whole - shard)
+            scatter = reduce._replace(nbytes=reduced_bytes, gives=whole - shard)
             self._reduced = (self._append(groups.within(scatter)),)
         if groups.replicas > 1 and (self._is_last or not self.how.all_reduce_last):
             after, gives = (self._reduced, 0) if groups.ranks > 1 else (self._computed, whole - shard)
-            between = reduce._replace(op="all_reduce", nbytes=unit.reduced_bytes // groups.ranks, gives=gives)
+            between = reduce._replace(op="all_reduce", nbytes=reduced_bytes // groups.ranks, gives=gives)
             self._reduced = (self._append(groups.between(between._replace(after=after))),)
 
     def _step(self) -> None:

@@ -215,6 +215,10 @@ class Training:
         "of zero-3: units gathered ahead of the one that computes (default: %(default)s)", metavar="UNITS",
         least=0, most=10**6, used_by=_gathers_ahead,
     )] = 1
+    gather_modules: Annotated[bool, Option(
+        "of zero-3: parameters are gathered module by module, as by DeepSpeed, and not block by block. "
+        "Memory is counted for blocks", used_by=_gathers_ahead,
+    )] = False
     live_parameters: Annotated[int | None, Option(
         "of zero-3: gathered parameters that stay whole, as DeepSpeed's stage3_max_live_parameters "
         "(default: those of --prefetch)", metavar="P", least=0, most=10**13, used_by=_gathers_ahead,
