@@ -155,6 +155,7 @@ CHAPTER_OF = {
     "zero_ref.simulator.sensitivity": 16,
     "zero_ref.simulator.saved": 10,
     "zero_ref.simulator.checkpoints": 10,
+    "zero_ref.simulator.costs": 16,
     "zero_ref.simulator.kernels": 16,
     "zero_ref.simulator.spread": 16,
     "zero_ref.lab.ranks": 1,

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from zero_ref.simulator.activations import activations
 from zero_ref.simulator.autocast import reads_of_norms
 from zero_ref.simulator.cluster import cluster
-from zero_ref.simulator.kernels import COMPILED, EAGER, kernels, touched_by_token
+from zero_ref.simulator.costs import COMPILED, EAGER
+from zero_ref.simulator.kernels import kernels, touched_by_token
 from zero_ref.simulator.models import MODELS, TRANSFORMERS
 from zero_ref.simulator.scenario import Scenario
 

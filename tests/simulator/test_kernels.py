@@ -11,20 +11,10 @@ from hypothesis import strategies as st
 
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.costs import BACKWARD_OF_FLASH, COMPILED, EAGER, RECOMPUTED, VENDOR
 from zero_ref.simulator.device import ATTENTION_KERNELS, Device
 from zero_ref.simulator.devices import DEVICES
-from zero_ref.simulator.kernels import (
-    BACKWARD_OF_FLASH,
-    COMPILED,
-    EAGER,
-    RECOMPUTED,
-    VENDOR,
-    Kernels,
-    Pass,
-    Product,
-    kernels,
-    touched_by_token,
-)
+from zero_ref.simulator.kernels import Kernels, Pass, Product, kernels, touched_by_token
 from zero_ref.simulator.layers import Layer
 from zero_ref.simulator.models import GPT2, TRANSFORMERS, Llama, blocks, from_config
 from zero_ref.simulator.operations import COMPUTE, Operation

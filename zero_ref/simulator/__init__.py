@@ -28,6 +28,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `devices`, `presets`: known GPUs, links and clusters, as tables to extend;
 - `device`: what one rank computes with, and how long products and touching memory take on it;
 - `cluster`: links between devices, and how long each collective takes on them;
+- `costs`: bytes that norms, gates and other such kernels touch, and what is computed again, as tables;
 - `kernels`: what a transformer computes, and what limits it: arithmetic, attention, memory;
 - `price`: how long each operation of a schedule takes on a cluster;
 - `held`: what a rank holds during an iteration, by kind;
