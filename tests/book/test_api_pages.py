@@ -53,7 +53,7 @@ NOT_FOR_READERS = {
     "zero_ref.simulator.layers": {"Weights", "alike", "is_of_experts", "weights_of"},
     "zero_ref.simulator.configuration": {"refuse_other"},
     "zero_ref.simulator.traced": {"Rule", "TracedKept", "TracedLayer", "TracedPass", "TracedProduct"},
-    "zero_ref.lab.built": {"built"},
+    "zero_ref.lab.built": {"adapt", "built"},
     "zero_ref.lab.tracing": {"lengths_of"},
     "zero_ref.simulator.timeline": {"covered_ms"},
     "zero_ref.lab.compare": {"ProgressFile"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -99,6 +100,10 @@ UNFUSED = {"attention": "unfused", "checkpointing": "selective"}
             {"accumulation": 2, "no_sync": True},
         ),
         (["--compare", "zero-3", "--shard-group", "4"], {"shard_group": 4}),
+        (
+            ["--compare", "zero-3", "--shard-group", "4", "--accumulation", "2", "--all-reduce-last"],
+            {"shard_group": 4, "accumulation": 2, "all_reduce_last": True},
+        ),
         (["--reduce-dtype", "float32"], {"reduce_dtype": "float32"}),
         (["--bucket-view"], {"bucket_view": True}),
         (["--offload", "state"], {"offload": "state"}),
@@ -256,6 +261,28 @@ def test_weights_of_few_bits_can_be_trained_as_if_they_were_of_16(
     assert "--as-16-bit" in refused(capsys, words)
     printed = as_json(capsys, *words, "--as-16-bit")
     assert printed == whole
+
+
+def test_adapters_are_added_to_the_model_of_a_configuration(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    given = ["--config", str(path), "--ranks", "2", "--lora", "8", "--lora-on", "attention"]
+    words = [*given, "--sequence", "64"]
+    found = as_json(capsys, "search", *words, "--tokens", "128")
+    assert found["model"] == str(path)
+    first = found["listed"][0]
+    _, *again = shlex.split(first["simulate"])
+    run = as_json(capsys, *again)["strategies"][first["strategy"]]
+    assert run["memory_peak_bytes"] == first["memory_bytes"]
+    traced = as_json(capsys, "simulate", *words)
+    monkeypatch.setattr("zero_ref.cli.simulate.find_spec", lambda name: None)
+    read = as_json(capsys, "simulate", *words)
+    counted = ("elements", "trained_elements")
+    assert [traced[name] for name in counted] == [read[name] for name in counted]
+    assert traced["trained_elements"] < traced["elements"] / 4
+    assert capsys.readouterr().err == ""
 
 
 def test_a_module_of_ones_own_is_traced_with_its_frozen_parts(

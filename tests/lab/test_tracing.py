@@ -11,11 +11,12 @@ from hypothesis import given, strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zero_ref.lab.built import from_factory
+from zero_ref.lab.built import adapt, from_factory
 from zero_ref.lab.tracing import lengths_of, trace
 from zero_ref.simulator.activations import activations
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.kernels import kernels
+from zero_ref.simulator.lora import Lora
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.traced import Rule, Traced
 
@@ -156,6 +157,57 @@ def test_frozen_parts_keep_nothing_and_have_no_gradients_and_no_state() -> None:
     assert runs[0].items["moments"] < runs[1].items["moments"] / 4
 
 
+class HalfFrozen(Model):
+    """The first blocks are not trained, and backward does not reach them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.blocks[-1].requires_grad_(True)
+
+
+def test_a_frozen_part_takes_the_same_time_under_every_strategy() -> None:
+    scenario = Scenario(traced(HalfFrozen), cluster("h100-ib"), 1, sequence=40, batch=2)
+    runs = {strategy: scenario.run(strategy).what_if.critical_ms for strategy in ("ddp", "zero-2", "zero-3")}
+    assert runs["ddp"]["backward"] == pytest.approx(runs["zero-2"]["backward"])
+    assert runs["ddp"]["backward"] == pytest.approx(runs["zero-3"]["backward"], rel=0.05)
+
+
+def adapted(on: str = "all-linear") -> Model:
+    module = Model().to(device="meta")
+    adapt(module, Lora(4, on))
+    return module
+
+
+def test_adapters_are_added_and_are_all_that_is_trained() -> None:
+    trained = {name: param for name, param in adapted().named_parameters() if param.requires_grad}
+    assert set(trained) == {
+        f"blocks.{number}.{matrix}.lora_{part}.weight"
+        for number in range(3)
+        for matrix in ("qkv", "out", "up", "down")
+        for part in "AB"
+    }
+    assert trained["blocks.0.up.lora_A.weight"].shape == (4, WIDTH)
+    assert trained["blocks.0.up.lora_B.weight"].shape == (4 * WIDTH, 4)
+    with pytest.raises(ValueError, match="lora on attention: no block of this model has a matrix"):
+        adapted("attention")  # its attention has no module of its own
+
+
+def test_a_model_with_adapters_keeps_what_autograd_keeps() -> None:
+    """But for the first block, whose input has no gradient: it is counted as the others."""
+    module = Model().bfloat16()
+    real = Model().bfloat16()
+    adapt(real, Lora(4))
+    for one in real.modules():
+        for name in ("lora_A", "lora_B"):
+            if hasattr(one, name):
+                size = getattr(one, name).weight.shape
+                setattr(one, name, nn.Linear(size[1], size[0], bias=False, dtype=torch.bfloat16))
+    scenario = Scenario(traced(adapted), cluster("h100-ib"), 2, sequence=40, batch=2)
+    assert scenario.numel - sum(param.numel() for param in module.parameters()) == scenario.trained_numel
+    assert scenario.activations.kept == pytest.approx(kept_by_torch(real, tokens(2, 40)), rel=0.01)
+
+
 def test_checkpointing_of_whole_blocks_keeps_their_inputs() -> None:
     found = activations(traced(), 2, 40, "full")
     assert found.blocks == 3 * 2 * 40 * WIDTH * 2
@@ -215,7 +267,7 @@ def test_a_function_that_returns_no_module_is_refused(returned: Any) -> None:
     [
         ({"dtype": "float32"}, "was traced in bfloat16, and the dtype is float32"),
         ({"dtype": "float32", "autocast": "bfloat16"}, "was traced in bfloat16"),
-        ({"lora": 8}, "build the module with its adapters"),
+        ({"lora": 8}, "build it with its adapters"),
     ],
 )
 def test_what_a_trace_does_not_have_is_refused(options: dict[str, Any], said: str) -> None:

@@ -28,6 +28,7 @@ from zero_ref.simulator.bill import Bill
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.configuration import quantized
 from zero_ref.simulator.like import LIKE
+from zero_ref.simulator.lora import Lora
 from zero_ref.simulator.models import GPT2, MODELS, Architecture, from_config
 from zero_ref.simulator.options import OptionField, from_options, options_of
 from zero_ref.simulator.recipe import LOCAL_SGD, RECIPES
@@ -96,7 +97,17 @@ def named_model(arguments: argparse.Namespace) -> list[str]:
     """The option that names the model, its value, and what else is said of it."""
     given = ((f"--{name}", getattr(arguments, name)) for name in ("model", "config", "module"))
     option, value = next((option, value) for option, value in given if value)
-    return [option, value, *["--as-16-bit"] * arguments.as_16_bit]
+    adapters = [] if _adapters(arguments) is None else ["--lora", str(arguments.lora)]
+    if adapters and arguments.lora_on:
+        adapters += ["--lora-on", arguments.lora_on]
+    return [option, value, *["--as-16-bit"] * arguments.as_16_bit, *adapters]
+
+
+def _adapters(arguments: argparse.Namespace) -> Lora | None:
+    """Return adapters that are traced with the model of a `--config`, since its matrices are not spelled."""
+    if not arguments.config or not arguments.lora or find_spec("transformers") is None:
+        return None
+    return Lora(arguments.lora, arguments.lora_on or "all-linear")
 
 
 def add_machines(parser: argparse.ArgumentParser) -> None:
@@ -203,6 +214,8 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
         CommandError: the model has learned fewer positions than a sequence has tokens.
     """
     given = vars(arguments)
+    if _adapters(arguments) is not None:  # they are in the model
+        given = {**given, "lora": None, "lora_on": None}
     like = LIKE[arguments.like]
     scenario = from_options(
         Scenario,
@@ -275,7 +288,7 @@ def _of_config(path: str, arguments: argparse.Namespace) -> Architecture:
         return from_config(config)
     from zero_ref.lab.built import from_config as traced
 
-    return traced(config, dtype_of(arguments), arguments.sequence)
+    return traced(config, dtype_of(arguments), arguments.sequence, _adapters(arguments))
 
 
 def _write_trace(path: str, runs: Sequence[SimulatedRun]) -> None:

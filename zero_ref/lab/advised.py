@@ -30,7 +30,7 @@ def as_json(named: Sequence[str], cluster: str, found: Compared, bill: Bill | No
     ranks = found.scenario.world_size
     asked = _asked(found)
     return {
-        "model": named[-1],
+        "model": named[1],
         "elements": found.scenario.numel,
         "ranks": ranks,
         "cluster": found.scenario.cluster.name,
@@ -81,7 +81,7 @@ def print_advice(
 
     console, scenario = Console(width=width, highlight=False), found.scenario
     console.print(_first_line(found), markup=False)
-    print_heading(console, named[-1], scenario)
+    print_heading(console, named[1], scenario)
     passes = scenario.accumulation
     of_update = "one pass an update" if passes == 1 else f"{passes:,} passes an update"
     console.print(

@@ -15,6 +15,7 @@ from torch import nn
 from zero_ref.lab.noted_run import Inputs
 from zero_ref.lab.on_meta import seeing
 from zero_ref.lab.tracing import trace
+from zero_ref.simulator.lora import Lora
 from zero_ref.simulator.traced import Traced
 
 LONGEST = 8192
@@ -53,19 +54,65 @@ def from_factory(build: Callable[[], Any], dtype: str, sequence: int | None = No
     return trace(module, inputs or _tokens, sequence or SHORT)
 
 
-def from_config(config: Mapping[str, Any], dtype: str, sequence: int | None = None) -> Traced:
+def from_config(
+    config: Mapping[str, Any], dtype: str, sequence: int | None = None, lora: Lora | None = None
+) -> Traced:
     """Trace the model that transformers builds from a config.json.
 
     Args:
         config: as published. Weights that are stored in few bits are as if they were of `dtype`.
         dtype: of all parameters.
         sequence: tokens in each sequence; None for the model's, LONGEST at most.
+        lora: adapters, which alone are trained; None to train all.
     Raises:
         ValueError: the installed transformers knows no such model, or cannot build it or run it on the meta
-            device.
+            device; or it has no matrix for an adapter.
         ModuleNotFoundError: transformers is not installed.
     """
-    return _of_transformers(built(config, dtype), sequence)
+    module = built(config, dtype)
+    if lora is not None:
+        adapt(module, lora)
+    return _of_transformers(module, sequence)
+
+
+def adapt(module: nn.Module, lora: Lora) -> None:
+    """Freeze a model, and give the matrices of its blocks adapters that are trained, named as by `lora`.
+
+    Experts whose matrices are one tensor get none, as with peft.
+
+    Raises:
+        ValueError: no block has a matrix that is a module.
+    """
+    module.requires_grad_(False)
+    adapted = 0
+    for name, one in list(module.named_modules()):
+        in_block = any(part.isdecimal() for part in name.split("."))
+        is_matrix = type(one).__name__ in ("Linear", "Conv1D")
+        if not (in_block and is_matrix and (lora.on == "all-linear" or "att" in name)):
+            continue
+        weight: Any = one.weight
+        shape = weight.shape if isinstance(one, nn.Linear) else weight.shape[::-1]  # Conv1D is transposed
+        kind: Any = type(one)
+        one.lora_A = nn.Linear(shape[1], lora.rank, bias=False, device="meta", dtype=weight.dtype)
+        one.lora_B = nn.Linear(lora.rank, shape[0], bias=False, device="meta", dtype=weight.dtype)
+        one.__class__ = type(kind.__name__, (_Adapted, kind), {})
+        adapted += 1
+    if not adapted:
+        raise ValueError(
+            f"lora on {lora.on}: no block of this model has a matrix that is a module of its own."
+        )
+
+
+class _Adapted(nn.Module):
+    """A matrix whose result has that of its adapters added."""
+
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The product, and the adapters'."""
+        added: torch.Tensor = super().forward(x) + self.lora_B(self.lora_A(x))
+        return added
 
 
 def built(config: Mapping[str, Any], dtype: str = "bfloat16") -> nn.Module:

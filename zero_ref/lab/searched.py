@@ -33,7 +33,7 @@ def as_json(
     """
     device = scenario.cluster.device
     return {
-        "model": named[-1],
+        "model": named[1],
         "elements": scenario.numel,
         "ranks": scenario.world_size,
         "cluster": scenario.cluster.name,
@@ -103,7 +103,7 @@ def print_found(
     console = Console(width=width, highlight=False)
     if not found.listed:
         console.print(f"nothing of what was tried fits, and {in_words(NOT_MODELLED)} are not modelled")
-    print_heading(console, named[-1], scenario)
+    print_heading(console, named[1], scenario)
     shown = found.listed if every else found.best
     asked, computed = found.tokens, {one.tokens for one in shown}
     nearest = min(computed, key=lambda tokens: abs(tokens - asked), default=asked)

@@ -204,7 +204,7 @@ def _parameters(scenario: Scenario) -> str:
         words.append("products of blocks in FP8")
     if scenario.active != scenario.numel:
         words.append(f"{scenario.active:,} for a token")
-    if scenario.lora is not None:
+    if scenario.trained_numel < scenario.numel:
         words.append(f"{scenario.trained_numel:,} of them trained")
     return ", ".join(words)
 

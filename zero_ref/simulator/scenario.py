@@ -114,7 +114,7 @@ class Scenario(RankWork):
         of_gradient = self.gradient_itemsize(strategy)
         workload = replace(self.workload, step_bytes=self.step_bytes(of_gradient))
         share = 1.0
-        if self.lora is not None and workload.kernels is not None:
+        if self.trained_numel < self.numel and workload.kernels is not None:
             # Without stage 3, the operations of backward are of parameters that have gradients.
             of_all = usual.stage == 3
             share = self.trained_numel / self.numel if of_all else 1.0

@@ -270,8 +270,8 @@ class Training:
             raise ValueError("autocast is not traced: leave it out, and ask for --dtype bfloat16 or float32.")
         if self.lora is not None:
             raise ValueError(
-                "lora is not added to a model that is traced: build the module with its adapters, and with "
-                "requires_grad False where it is frozen."
+                "lora is not added to a module that is traced: build it with its adapters, and with "
+                "requires_grad False where it is frozen. To a --config adapters are added."
             )
 
     def _check_adapters(self) -> None:
