@@ -38,6 +38,19 @@ def test_the_advice_and_the_numbers_are_those_of_the_tree(capsys: pytest.Capture
         assert (said["update_ms"], said["tokens_per_second"]) == (run.iteration_ms, run.tokens_per_second)
 
 
+def test_a_way_that_needs_more_than_there_is_is_unlikely(capsys: pytest.CaptureFixture[str]) -> None:
+    usual = Scenario(MODELS["gpt2-xl"], cluster("h100-ib"), 8, checkpointing="full")
+    scenarios = (usual.like(batch=batch) for batch in range(16, 400))
+    batch, run = next(
+        (one.batch, run) for one in scenarios if (run := one.run("zero-3")).fits is None and run.is_unlikely
+    )
+    assert run.memory_interval[0] < 1e9 * (run.scenario.cluster.device.memory_gb or 0) < run.peak_bytes
+    words = [*WHICH[:-4], "--batch", str(batch), "--checkpointing", "full"]
+    ways = as_json(capsys, *words, code=int(compared(run.scenario).fastest is None))["ways"]
+    assert ways["stage 3"]["unlikely"] is True
+    assert ways["stage 3"]["fits"] is None
+
+
 def test_people_read_the_advice_first_and_its_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
     printed = as_json(capsys, *WHICH)
     assert cli.main(WHICH) == 0

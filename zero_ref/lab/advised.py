@@ -49,6 +49,7 @@ def as_json(named: Sequence[str], cluster: str, found: Compared, bill: Bill | No
                 "memory_bytes": run.peak_bytes,
                 "memory_interval_bytes": list(run.memory_interval),
                 "fits": run.fits,
+                "unlikely": run.is_unlikely,
                 "update_ms": run.iteration_ms,
                 "exposed_communication_ms": run.exposed_ms,
                 "tokens_per_second": run.tokens_per_second,
@@ -129,7 +130,7 @@ def _table(found: Compared, bill: Bill | None) -> Any:
         row = [
             name,
             f"{run.peak_bytes / 1e9:,.1f}",
-            "" if memory_gb is None else FITS[run.fits],
+            "" if memory_gb is None else "??" if run.is_unlikely else FITS[run.fits],
             f"{run.iteration_ms:,.0f}",
             f"{run.exposed_ms:,.0f}",
             f"{run.tokens_per_second:,.0f}",
@@ -147,6 +148,8 @@ def _notes(named: Sequence[str], cluster: str, found: Compared, bill: Bill | Non
     low, high = spread.interval_of_memory(kind).around(1.0)
     least, most = spread.around(1.0, kind)
     yield "ms and exposed are of an update; ? is undecided: the device's memory lies in the interval"
+    if any(run.is_unlikely for run in found.runs.values()):
+        yield "?? is unlikely: so too, and more is predicted than the device has"
     yield (
         f"four of five published runs took {low:.2f} to {high:.2f} times the memory predicted for them, and "
         f"{least:.2f} to {most:.2f} times the time"

@@ -397,9 +397,7 @@ def _share(ms: float, of_ms: float) -> str:
 
 def _verdict(run: SimulatedRun) -> str:
     """Whether it fits: unlikely, if more is predicted than there is, though the interval has less too."""
-    memory_gb = run.scenario.cluster.device.memory_gb
-    unlikely = run.fits is None and memory_gb is not None and run.peak_bytes > 1e9 * memory_gb
-    return "unlikely" if unlikely else FITS[run.fits]
+    return "unlikely" if run.is_unlikely else FITS[run.fits]
 
 
 def _bill_rows(runs: Sequence[SimulatedRun], bill: Bill | None) -> Iterator[Row]:

@@ -422,6 +422,12 @@ class SimulatedRun:
         return None if memory_gb is None else fits(self.peak_bytes, memory_gb * 1e9, kind)
 
     @property
+    def is_unlikely(self) -> bool:
+        """Whether more memory is predicted than the device has, though the interval has less too."""
+        memory_gb = self.scenario.cluster.device.memory_gb
+        return self.fits is None and memory_gb is not None and self.peak_bytes > 1e9 * memory_gb
+
+    @property
     def memory_interval(self) -> tuple[float, float]:
         """Bytes between which the real peak of four of five programs is expected."""
         return interval_of_memory(self.scenario.program).around(self.peak_bytes)
