@@ -58,6 +58,27 @@ def test_works_that_have_no_future_get_one_that_completes_with_the_values() -> N
         assert given == {shim.FUTURE}
 
 
+def by_older_names() -> tuple[list, set[str]]:
+    rank, count = dist.get_rank(), dist.get_world_size()
+    scattered, gathered = torch.empty(2), torch.empty(count)
+    received = torch.empty(1)
+    with shim.nccl_on_gloo() as given:
+        group = dist.group.WORLD
+        work = group._reduce_scatter_base(scattered, torch.arange(2.0 * count) + rank)
+        work.get_future().wait()
+        group._allgather_base(gathered, torch.tensor([float(rank)])).wait()
+        sent = dist.isend(torch.tensor([float(rank)]), (rank + 1) % count)
+        dist.irecv(received).get_future().wait()  # from any rank
+        sent.wait()
+    return [*scattered.tolist(), *gathered.tolist(), received.item()], given
+
+
+def test_the_names_of_torch_2_12_and_receives_from_any_rank_have_futures() -> None:
+    for rank, (values, given) in enumerate(ranks.run(by_older_names, 2, timeout=60)):
+        assert values == [4.0 * rank + 1, 4.0 * rank + 3, 0.0, 1.0, 1.0 - rank]
+        assert given == {shim.FUTURE}
+
+
 def coalesces() -> tuple[list, set[str]]:
     rank = dist.get_rank()
     summed, gathered, scattered = torch.ones(3), [torch.zeros(1), torch.zeros(2)], torch.zeros(1)

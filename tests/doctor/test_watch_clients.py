@@ -107,6 +107,30 @@ def test_what_is_wrong_under_deepspeed_is_said(name: str, tmp_path: Path) -> Non
     assert re.search(says, said), said
 
 
+LOADS = """
+import sys
+if "load" in sys.argv:
+    engine.load_checkpoint("saves", load_optimizer_states="moments" not in sys.argv)
+    for state in optimizer.optimizer.state.values() if "zeros" in sys.argv else ():
+        state["exp_avg"].zero_()
+"""
+
+
+def test_a_resume_of_deepspeed_is_followed(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    source = (PROGRAMS / "deepspeed_loop.py").read_text(encoding="utf-8")
+    noted = MADE.replace("=model", "=model, record='notes'")
+    source = source.replace(MADE, noted + LOADS)
+    saves = source.replace("watched.check()", 'engine.save_checkpoint("saves")')
+    code, said = launched(saves, tmp_path, "2")
+    assert code == 0, said
+    code, said = launched(source, tmp_path, "2", "load")
+    assert code == 0, said
+    assert launched(source, tmp_path, "2", "load", "zeros")[1].count("state exp_avg of parameter 0") >= 1
+    _, said = launched(source, tmp_path, "2", "load", "moments")
+    assert "load: the parameters are those of a save, and load_state_dict was not called" in said, said
+
+
 FAIRSCALE = """
 import torch, torch.distributed as dist
 from fairscale.nn.data_parallel import ShardedDataParallel

@@ -12,6 +12,9 @@ unevenly, by itself. It lacks
 Methods of torch's class ProcessGroup are replaced, because `from torch.distributed import all_gather` binds
 the function before anybody could replace it. NCCL's groups, and calls that Gloo can make, go through as they
 are. Only timing differs from NCCL: no call here says anything about streams.
+
+With torch 2.11 and 2.12 it has not been run. By their sources the calls that are replaced have the same names
+and arguments there, but for those that torch 2.13 renamed to `..._single`: both names are known.
 """
 
 from __future__ import annotations
@@ -28,11 +31,25 @@ UNEVEN = "all_gather of tensors of different sizes"
 FUTURE = "get_future() of a reduce-scatter, send or receive"
 COALESCING = "coalescing on a device"
 
-_WITHOUT_FUTURE = ("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "send", "recv")
+_WITHOUT_FUTURE = (
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "send",
+    "recv",
+    "recv_anysource",
+)
 _OTHERS = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "_allgather_base", "all_gather_single"),
     *("allgather_into_tensor_coalesced", "all_gather_single_coalesced", "reduce_scatter_tensor_coalesced"),
-    *("reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "gather", "scatter"),
+    *(
+        "reduce_scatter_single_coalesced",
+        "allgather_coalesced",
+        "alltoall",
+        "alltoall_base",
+        "gather",
+        "scatter",
+    ),
 )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -183,11 +184,21 @@ class OfDeepSpeed(Tensors):
         return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
     def state(self, param: Any, keys: Sequence[str]) -> Facts:
-        """The state that is as large as the parameter. Collective: all ranks."""
-        full = self._utils.safe_get_full_optimizer_state
+        """The whole state, as far as all ranks have it. Collective: all ranks."""
         kept: Facts = next(iter(self.optimizer.optimizer.state.values()), {})
-        keys = [key for key in keys if isinstance(kept.get(key), torch.Tensor) and kept[key].numel() > 1]
-        return {key: full(param, key) for key in keys}
+        mine = {
+            key: isinstance(kept[key], torch.Tensor) and kept[key].numel() > 1 for key in keys if key in kept
+        }
+        of_ranks: list[dict[str, bool]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, mine)
+        if not all(of_ranks):
+            return {}
+        if not self._third:
+            # DeepSpeed does so in a step, and could not give the state between a load and the first one.
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+        full = self._utils.safe_get_full_optimizer_state
+        large = {key: full(param, key) for key in keys if all(one.get(key) for one in of_ranks)}
+        return {key: kept[key] for key, is_large in mine.items() if not is_large} | large
 
     def numel(self, param: Any) -> int:
         """The number of elements of the whole parameter."""
