@@ -107,6 +107,39 @@ def test_what_is_wrong_under_deepspeed_is_said(name: str, tmp_path: Path) -> Non
     assert re.search(says, said), said
 
 
+UNDER_DEEPSPEED = (
+    (
+        "report_to=[],",
+        """report_to=[],
+    deepspeed={
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    },""",
+    ),
+    ("    fully_shard(block)\nfully_shard(model)\n", "    pass\n"),
+    ("trainer.accelerator.prepare_model =", "unused ="),
+)
+
+
+def test_the_trainer_is_followed_under_deepspeed(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("transformers")
+    source = (PROGRAMS / "trainer.py").read_text(encoding="utf-8")
+    for old, new in UNDER_DEEPSPEED:
+        assert old in source
+        source = source.replace(old, new)
+    code, said = launched(source, tmp_path)
+    assert code == 0, said
+    assert "on each rank the shadow will hold" in said
+    code, said = launched(source.replace("optimizer, model=", "optimizer, torch.optim.SGD, model="), tmp_path)
+    assert code == 1
+    assert "step 0, step: parameter" in said, said
+
+
 LOADS = """
 import sys
 if "load" in sys.argv:
