@@ -18,9 +18,10 @@ from zero_ref.simulator.spread import KINDS, SHARE, Spread, interval_of_memory, 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "book" / "validation.md").read_text(encoding="utf-8")
 
-DO_NOT_FIT_AND_RAN = {"bigscience", "bionemo-og2", "llmq", "narayanan"}
+DO_NOT_FIT_AND_RAN = {"bigscience", "bionemo-og2", "llmq", "narayanan", "prime-rl"}
 """Sources of runs of which the simulator says that they do not fit: DeepSpeed gathers single matrices, LLMQ
-computes logits in parts, and how many sequences BioNeMo takes at a time is supposed."""
+computes logits in parts, how many sequences BioNeMo takes at a time is supposed, and in the longest run of
+prime-rl the allocator gave back what no tensor used."""
 
 
 def figures(*parts: tuple[str, float, float]) -> Validation:
@@ -137,11 +138,11 @@ def test_every_miss_has_a_cause() -> None:
 
 
 def test_validation_page_says_which_new_sources_meet_the_targets() -> None:
-    """A median of 8%, memory off by 25% at the most, and 80% inside: met for times alone."""
+    """A median of 8%, memory off by 25% at the most, and 80% inside: each met by one of the figures alone."""
     of_time, of_memory = (dict(judged.summaries(validate().of(figure))) for figure in FIGURES)
     assert of_time["new, vendor"].median_error < 8 / 100 < of_time["new, all"].median_error
     assert "new, vendor" not in of_memory
-    assert of_memory["new, all"].median_error > 8 / 100
+    assert of_memory["new, all"].median_error < 8 / 100
     assert of_memory["new, all"].worst_error > 25 / 100
     assert of_memory["new, all"].inside < 4 / 5 < of_time["new, all"].inside
 

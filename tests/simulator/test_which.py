@@ -109,10 +109,10 @@ def test_the_tree_of_a_model_says_what_decided() -> None:
     found = compared(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 64, accumulation=4, sequence=2048))
     *asked, advice = nodes_on(found.tree, found.path)
     assert [node.answered for node in asked if isinstance(node, Question)] == [
-        "stage 3: 24.5 of 85.5 GB",
+        "stage 3: 24.7 of 85.5 GB",
         "2,048 tokens, 1,207 needed",
-        "195.4 of 85.5 GB; dividing the step saves 7%, 2.8 ms a block",
-        "4 passes; 36.3 of 85.5 GB",
+        "183.5 of 85.5 GB; dividing the step saves 7%, 2.8 ms a block",
+        "4 passes; 34.9 of 85.5 GB",
     ]
     assert advice == found.advice
     assert advice.name == "stage 2"
@@ -164,14 +164,13 @@ DIFFERS: dict[Case, float] = {
     ("gpt2", "rtx4090-10gbe", 512, 4, 1): 0.14,
     ("gpt2", "rtx4090-10gbe", 512, 16, 1): 0.12,
     ("gpt2-xl", "rtx4090-10gbe", 512, 4, 1): 0.07,
+    ("gpt2-xl", "rtx4090-10gbe", 512, 16, 1): 0.05,
 }
 """The cases whose pass is not short and in which the advice takes more than ALIKE longer than the fastest
 way, and by how much."""
 
 
 AT_THE_EDGE: dict[Case, list[str]] = {
-    # Two nodes: the hybrid is 0.5% slower, and 10.6% leaner.
-    ("gpt2-xl", "a100-ethernet", 16, 4, 8): ["hybrid"],
     # Blocks are computed again, so backward hides reductions with fewer tokens than the rule asks for.
     ("gpt2-xl", "a100-ethernet", 512, 4, 8): ["stage 2", "hybrid"],
     # 128 nodes on a slow network: a share passes all of them, and latency decides.

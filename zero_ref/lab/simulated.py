@@ -17,6 +17,7 @@ from zero_ref.simulator.bill import Bill
 from zero_ref.simulator.cluster import CLUSTERS, Cluster
 from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.options import values_of
+from zero_ref.simulator.peak import share_reserved
 from zero_ref.simulator.recipe import LOCAL_SGD
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
 from zero_ref.simulator.sensitivity import SWITCH
@@ -286,8 +287,11 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
             "supposed: attention is FlashAttention-2's; torch from 2.11 on takes cuDNN's on this GPU: "
             "--attention-kernel cudnn"
         )
-    if device_share := cluster.device.allocator_share:
-        yield f"supposed: the allocator reserves {device_share:.0%} more than is allocated"
+    if share := share_reserved(scenario.allocator, cluster.device):
+        yield (
+            f"supposed: the allocator reserves {share:.0%} more of what comes and goes within an iteration, "
+            f"and none of what stays: --allocator {scenario.allocator}"
+        )
         if any(scenario.recipe(run.strategy).stage == 3 for run in runs):
             yield (
                 "supposed: under stage 3 it also holds gathered parameters and shards of gradients in pools "

@@ -46,7 +46,8 @@ class Device:
         attention_by: that share by the name of the kernel, one of ATTENTION_KERNELS, as far as it is known.
         memory_reached: the share of `memory_gb_per_s` that kernels reach which are limited by it. None where
             `reached` was measured on whole training, with such kernels: they are then not priced.
-        allocator_share: of what tensors take, what the allocator reserves on top.
+        allocator_share: of what comes and goes within an iteration, what PyTorch's allocator reserves on top
+            with segments that grow; 0 on a device without such an allocator.
         library_gb: 10^9 bytes that the driver's context, kernels and communicators take.
         host_link_gb_per_s: 10^9 bytes a second between the device and its share of the host's memory, in each
             direction; None where no state can be offloaded.

@@ -23,7 +23,7 @@ from zero_ref.simulator.models import PREFETCHED, REDUCED_TOGETHER, blocks, modu
 from zero_ref.simulator.offload import Offload, gradients_leave
 from zero_ref.simulator.operations import HOST, NETWORK
 from zero_ref.simulator.options import used_values
-from zero_ref.simulator.peak import with_peak
+from zero_ref.simulator.peak import share_reserved, with_peak
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.rank_work import RankWork
@@ -44,7 +44,7 @@ class Scenario(RankWork):
     >>> scenario = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), world_size=64, sequence=4096)
     >>> run = scenario.run("zero-3")
     >>> round(run.iteration_ms), round(run.peak_bytes / 1e9, 1), run.fits
-    (573, 40.1, True)
+    (573, 40.6, True)
 
     Args:
         sequence: tokens in each sequence; None for the model's context, LONGEST_SEQUENCE at most.
@@ -264,7 +264,7 @@ class Scenario(RankWork):
                 held,
                 self.params,
                 settings,
-                allocator_share=device.allocator_share,
+                allocator_share=share_reserved(self.allocator, device),
                 library_bytes=device.library_gb * 1e9,
             )
 

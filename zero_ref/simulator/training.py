@@ -18,6 +18,7 @@ from zero_ref.simulator.norms import NORMS
 from zero_ref.simulator.offload import OFFLOADS
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.options import Option, check_options, explained, listed
+from zero_ref.simulator.peak import ALLOCATORS
 from zero_ref.simulator.recipe import REDUCED_IN, Recipe
 from zero_ref.simulator.schedule import MIB
 from zero_ref.simulator.spread import DEFAULT, KINDS
@@ -127,6 +128,10 @@ class Training:
         "the program keeps the model's output, as one of Hugging Face's: its logits in 32 bits are there "
         "until backward ends",
     )] = False
+    allocator: Annotated[str, Option(
+        "how PyTorch's allocator takes memory: " + explained(ALLOCATORS) + " (default: %(default)s)",
+        metavar="HOW", choices=ALLOCATORS,
+    )] = "expandable"
     norms: Annotated[str, Option(
         "RMSNorms: " + explained(NORMS) + " (default: %(default)s)", metavar="HOW", choices=NORMS,
     )] = "fused"

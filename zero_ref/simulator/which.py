@@ -100,7 +100,7 @@ def room_gb(device: Device) -> float:
     >>> from zero_ref.simulator.cluster import cluster
     >>> h100 = cluster("h100-ib").device
     >>> round(h100.memory_gb, 1), round(room_gb(h100))
-    (85.5, 64)
+    (85.5, 66)
 
     Raises:
         ValueError: the device's memory is not known.
