@@ -107,6 +107,26 @@ def test_what_is_wrong_under_deepspeed_is_said(name: str, tmp_path: Path) -> Non
     assert re.search(says, said), said
 
 
+def test_steps_that_overflow_are_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    source = (PROGRAMS / "deepspeed_loop.py").read_text(encoding="utf-8")
+    in_16_bits = '"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}'
+    source = source.replace('"bf16": {"enabled": True}', in_16_bits).replace("range(8)", "range(40)")
+    code, said = launched(f"{source}print(engine.skipped_steps, 'left out')\n", tmp_path)
+    assert code == 0, said
+    assert re.search(r"\b1\d left out", said), said
+
+
+def test_what_deepspeed_hides_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    source = (PROGRAMS / "deepspeed_loop.py").read_text(encoding="utf-8")
+    enabled = '"bf16": {"enabled": True}'
+    sums = source.replace(enabled, enabled + ', "data_types": {"grad_accum_dtype": "fp32"}')
+    code, said = launched(sums, tmp_path, "1")
+    assert code == 1
+    assert "BF16_Optimizer: use stage 2 or 3 of zero_optimization, stage 1 without grad_accum_dtype" in said
+
+
 UNDER_DEEPSPEED = (
     (
         "report_to=[],",

@@ -308,7 +308,10 @@ class Watch:
     def _compare(self, what: str, get: Callable[[Any], Any], prints: Sequence[Sequence[Any]]) -> None:
         """Find tensors that differ between ranks. Every rank has all prints, so all make the same calls."""
         of_tensors = list(zip(*prints))
-        differ = [n for n, each in enumerate(of_tensors) if None not in each and len(set(each)) > 1]
+        # By fingerprints alone: a norm that is not a number differs from itself.
+        differ = [
+            n for n, each in enumerate(of_tensors) if None not in each and len({one for one, _ in each}) > 1
+        ]
         # Those first whose norms differ most: where one gradient was not reduced, clipping changes all.
         norms = {number: [norm for _, norm in of_tensors[number]] for number in differ}
         differ.sort(key=lambda number: min(norms[number]) / (max(norms[number]) or 1.0))

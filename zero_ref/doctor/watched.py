@@ -225,8 +225,8 @@ def parts_of(optimizer: Any) -> Tensors:
     if type(optimizer).__module__.startswith("deepspeed.runtime."):
         if kind not in ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"):
             raise ValueError(
-                f"the watch does not know the gradients of DeepSpeed's {kind}: use "
-                "zero_optimization with stage 1, 2 or 3, or stage 0 in 32 bits."
+                f"the watch does not know the gradients of DeepSpeed's {kind}: use stage 2 or 3 of "
+                "zero_optimization, stage 1 without grad_accum_dtype, or stage 0 in 32 bits."
             )
         return OfDeepSpeed(optimizer)
     if type(optimizer).__module__.startswith("fairscale.optim.oss"):
