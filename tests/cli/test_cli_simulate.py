@@ -171,6 +171,8 @@ def test_a_switch_of_a_program_can_be_set_and_switched_off(program: str, one: Op
     for word, value in ((one.flag, not one.default), (one.opposite, one.default)):
         if word == "--tf32":  # of float32 alone, which no program computes in
             continue
+        if word == "--masters-16" and usual.dtype == "float32":  # nor has it copies
+            continue
         assert made(word) == replace(usual, **{one.path[0]: value})
         assert made(one.flag, one.opposite, word) == made(word)  # the last word wins
 

@@ -175,10 +175,10 @@ class StateRule:
         """The rule for this parameter."""
         return self.of_whole if self.of_whole is not None and param.whole else self
 
-    def with_master(self) -> StateRule:
-        """The rule beside 16-bit parameters: one more tensor, the 32-bit copy, and all tensors of 32 bits."""
-        of_whole = self.of_whole and self.of_whole.with_master()
-        return replace(self, tensors=self.tensors + 1, itemsize=4, of_whole=of_whole)
+    def with_master(self, itemsize: int = 4) -> StateRule:
+        """The rule beside 16-bit parameters: one more tensor, the copy, and all in this size of element."""
+        of_whole = self.of_whole and self.of_whole.with_master(itemsize)
+        return replace(self, tensors=self.tensors + 1, itemsize=itemsize, of_whole=of_whole)
 
     def nbytes(self, numel: int, itemsize: int) -> int:
         return self.tensors * numel * (self.itemsize or itemsize) + self.scalar_bytes

@@ -223,14 +223,16 @@ class RankWork(Training):
         if not self._mixed:
             return of_kernels + gradient_itemsize - itemsize
         if update == "fused":
-            return of_kernels + gradient_itemsize - 4 + itemsize
-        return of_kernels + (6 if gradient_itemsize == itemsize else 0) + 6
+            return of_kernels + gradient_itemsize - self._state_itemsize + itemsize
+        converted = gradient_itemsize != self._state_itemsize
+        of_gradients = (gradient_itemsize + self._state_itemsize) * converted
+        return of_kernels + of_gradients + self._state_itemsize + itemsize
 
     @property
     def state(self) -> StateRule:
-        """The optimizer's state. Beside 16-bit parameters it is in float32, with `masters` of them."""
+        """The optimizer's state. Beside 16-bit parameters it has `masters` of them, and is in their dtype."""
         rule = state_rule(self.optimizer)
-        return rule.with_master() if self._mixed else rule
+        return rule.with_master(self._state_itemsize) if self._mixed else rule
 
     @property
     def _mixed(self) -> bool:
@@ -245,4 +247,4 @@ class RankWork(Training):
     @property
     def _state_itemsize(self) -> int:
         """Bytes of an element of the state, and of parameters as local-sgd averages them."""
-        return 4 if self._mixed else DTYPES[self.dtype]
+        return 4 if self._mixed and not self.masters_16 else DTYPES[self.dtype]

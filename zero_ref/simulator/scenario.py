@@ -240,13 +240,15 @@ class Scenario(RankWork):
             accumulates=how.accumulation > 1,
             no_sync=how.no_sync,
             reduced_itemsize=None if reduced == of_gradient else reduced,
-            masters_apart=self._mixed and usual.stage < 3 and of_gradient == itemsize,
+            masters_apart=self._state_itemsize > itemsize == of_gradient and usual.stage < 3,
             offload=how.offload,
             offload_fraction=how.offload_fraction,
         )
 
     def _convention(self, gradient_itemsize: int) -> str | Convention | None:
         """Bytes of an element of each part of the state; None for those of the parameters' dtype."""
+        if self.masters_16:
+            return Convention(2, gradient_itemsize, 6, moment=2)
         if self._mixed:
             return "mixed-16" if gradient_itemsize == 2 else "fp32-grads-18"
         itemsize = DTYPES[self.dtype]

@@ -101,6 +101,10 @@ class Training:
     masters: Annotated[bool, Option(
         "no 32-bit copies of 16-bit parameters: state in the parameters' own dtype",
     )] = True
+    masters_16: Annotated[bool, Option(
+        "the copies of 16-bit parameters, and the moments, have 16 bits too, as under DeepSpeed's "
+        "bf16_master_weights_and_grads with bf16_optimizer_states",
+    )] = False
     lora: Annotated[int | None, Option(
         "LoRA: only adapters of this rank are trained, beside frozen weights", metavar="RANK", least=1,
         most=2**20,
@@ -256,6 +260,10 @@ class Training:
             update_kernels(self.optimizer, self.update)
         check_world_size(self.world_size)
         self._check_products()
+        if self.masters_16 and not (self.masters and DTYPES[self.dtype] == 2):
+            raise ValueError(
+                "masters_16 is for copies of 16-bit parameters: ask for a dtype of 16 bits, with masters."
+            )
         if isinstance(self.architecture, Traced):
             self._check_traced(self.architecture)
         if self.lora is not None:
