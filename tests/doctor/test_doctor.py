@@ -245,11 +245,6 @@ def test_a_factor_is_never_called_by_a_count_that_does_not_give_it():
     assert "root" in times(2**0.5, {"ranks": 2})
 
 
-def test_three_micro_batches_are_not_taken_for_three_ranks():
-    case = case_of("accumulation")
-    assert case.trial.steps[0].micro not in (1, 2, 3, 4)
-
-
 def test_of_two_steps_a_shadow_tells_which_is_at_fault():
     """Values that are those of the gradients as they were depart in backward, others in step."""
 

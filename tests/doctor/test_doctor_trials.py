@@ -71,26 +71,10 @@ def test_every_wrong_program_departs_there_on_any_number_of_ranks(kind, ranks, s
     found_by(kind, ranks, seed)
 
 
-def around_ddp(model):
-    return ZeroRedundancyOptimizer(model.parameters(), ADAMW, **planted.OPTIONS), model
-
-
-def test_gradients_that_nobody_averages_are_found_although_owners_send_their_values():
-    (departure,) = examined(around_ddp, ranks=(3,), only=["plain"]).departures
-    assert (departure.step, departure.phase) == (0, "backward")
-    assert "each rank has the gradient of its own data alone: it is not reduced" in departure.hints[0]
-
-
 def test_options_that_are_not_those_of_the_plain_loop_are_shown():
     plain = {"lr": 0.001, "weight_decay": planted.OPTIONS["weight_decay"]}
     (departure,) = examined(even, ranks=(2,), only=["plain"], options=plain).departures
     assert "group 0 has lr=0.05 on rank 0, and 0.001 in the plain loop" in departure.hints
-
-
-def test_buffers_that_are_not_sent_are_found():
-    (departure,) = examined(planted.ddp_buffers_apart, ranks=(2,), only=["plain", "buffers"]).departures
-    assert (departure.trial, departure.phase, departure.rank) == ("buffers", "forward", 1)
-    assert departure.places[0].kind == "loss"
 
 
 # ------------------------------------------------------------------------- what raises, hangs, refuses

@@ -166,8 +166,3 @@ class ExceptionCounts(Hooked):
 
 
 PLANTED = tuple(kind for kind in Hooked.__subclasses__() if hasattr(kind, "trial"))
-
-
-def ddp_buffers_apart(model):
-    ddp = DDP(model, find_unused_parameters=True, broadcast_buffers=False)
-    return adamw(ddp), ddp

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.optim as torchs
-from library.museum_strangers import rounded_on_the_way
 from library.planted import OPTIONS, Hooked
 from library.wrong_programs import (
     OWN,
@@ -37,7 +36,7 @@ from zero_ref_course.gallery import all_exhibits
 from zero_ref_course.gallery.exhibits import ADAMW
 from zero_ref_course.gallery.gradients import Buffered, Wrapped
 from zero_ref_course.gallery.loads import MainCopies, WithMasters
-from zero_ref_course.gallery.right import LR, Sharded
+from zero_ref_course.gallery.right import LR, Owned, Sharded
 from zero_ref_course.gallery.steps import (
     MUON,
     ByKind,
@@ -241,6 +240,21 @@ def fsdp2(model, **options):
         fully_shard(layer, **options)
     fully_shard(model, **options)
     return FSDP2(torch.optim.AdamW(model.parameters(), **OPTIONS), model)
+
+
+def in_16_bits(_, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations that are no strings
+    """DDP's hook: the mean of the ranks' gradients, computed in bfloat16."""
+    short = bucket.buffer().bfloat16().div_(dist.get_world_size())
+    dist.all_reduce(short)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer().copy_(short))
+    return future
+
+
+def rounded_on_the_way(model: nn.Module) -> Any:
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, in_16_bits)
+    return Owned(ddp.parameters(), torch.optim.AdamW, lr=LR), ddp
 
 
 def bucket_views(model):

@@ -24,7 +24,6 @@ from zero_ref.doctor.on_rank import (
     BY_RAISE,
     Case,
     Played,
-    Refused,
     added_options,
     play_on_rank,
     refusals_in,
@@ -412,16 +411,16 @@ class _Doctor:
             rank, summary, text = told(error)
             text = "\n".join([text, *(["", "printed last:", *printed] if printed else [])])
             return Raised(trial.name, number, rank, summary, text)
-        if isinstance(played, Refused):
-            return NotTried(trial.name, played.reason, (number,), refused=True)
+        if isinstance(played, str):
+            return NotTried(trial.name, played, (number,), refused=True)
         return self.compare(case, played[1], (number, second), played[0])
 
-    def play(self, case: Case, number: int, second: int) -> Refused | tuple[list[Part], nn.Module]:
+    def play(self, case: Case, number: int, second: int) -> str | tuple[list[Part], nn.Module]:
         """Run the program on real ranks.
 
         Returns:
-            What the ranks noted, before and after a save, and the model as it was at first. Refused: the
-            program cannot do the trial.
+            What the ranks noted, before and after a save, and the model as it was at first. Or the reason why
+            the program cannot do the trial.
         Raises:
             RankError: a rank raised, ended or hung, or not all of them refuse the trial.
         """
@@ -436,19 +435,22 @@ class _Doctor:
             for call, size in calls:
                 if self.fresh:
                     lab_ranks.shutdown()
+                outcomes: list[Played | None] = []
+                met: lab_ranks.RankError | None = None
                 with contextlib.redirect_stdout(self.printed), contextlib.redirect_stderr(self.printed):
                     try:
                         outcomes = lab_ranks.run(
                             play_on_rank, size, call, timeout=self.timeout, backend=self.backend
                         )
                     except lab_ranks.RankError as error:
-                        if reasons := refusals_in(Path(folder)):
-                            raise refused_alone(reasons, error) from error
-                        raise
-                if reasons := {r: one.reason for r, one in enumerate(outcomes) if isinstance(one, Refused)}:
-                    if len(reasons) == size:
-                        return Refused(reasons[0])
-                    raise refused_alone(reasons)
+                        met = error
+                reasons = refusals_in(Path(folder))
+                if len(reasons) == size:
+                    return reasons[0]
+                if reasons:
+                    raise refused_alone(reasons, met) from met
+                if met is not None:
+                    raise met
                 played = [outcome for outcome in outcomes if isinstance(outcome, Played)]
                 module = module or played[0].module
                 self.given |= {call for one in played for call in one.given}
@@ -486,14 +488,9 @@ class _Doctor:
             noisy = [make(noise=Noise(run, self.gradients)).play() for run in range(NOISY_RUNS)]
             bounds = bounds_of(expected, noisy)
             if self.gradients is not None:
-                for of_snapshot in (one for part in bounds for one in part.values()):
-                    of_snapshot.update(
-                        {
-                            name: bound.fill_(torch.inf)
-                            for name, bound in of_snapshot.items()
-                            if name == "loss"
-                        }
-                    )
+                for (_, phase), of_snapshot in [one for part in bounds for one in part.items()]:
+                    if phase == "forward":
+                        of_snapshot["loss"].fill_(torch.inf)
             where = first_departure(observed, expected, bounds)
             if where is None:
                 self.learned(way if accumulates else None)

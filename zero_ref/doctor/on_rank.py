@@ -125,13 +125,6 @@ BY_RAISE = ", by a raise statement"
 """Ends the note of an error with which a program refused something."""
 
 
-class Refused:
-    """A trial that a program cannot do."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-
 def leave_refusal(folder: Path, rank: int, reason: str) -> None:
     """Leave a rank's reason in the folder of the trial, for `refusals_in`.
 
@@ -170,12 +163,12 @@ class Player:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.number, self.doing = case.first, "construction"
 
-    def play_all(self) -> Played | Refused:
+    def play_all(self) -> Played:
         """Make the program, and play the steps from one save to the next."""
         case, steps = self.case, self.case.trial.steps
         self.program = self.make()
         if reason := self.program.refuses(case.trial.name):
-            return Refused(reason)
+            raise NotSupportedError(reason)
         module = copy.deepcopy(self.program.model).cpu() if case.own and case.first == 0 else None
         if case.first == 0:
             self.note(0, "start", self.program.values())
@@ -308,23 +301,22 @@ class Player:
         self.note(number, "load", self.program.values())
 
 
-def play_on_rank(case: Case) -> Played | Refused:
-    """Play the steps of a trial on this rank, from one save to the next.
+def play_on_rank(case: Case) -> Played | None:
+    """Play the steps of a trial on this rank, from one save to the next. None: the program cannot do it.
 
     Collective: all ranks of the default group.
     """
     player = Player(case)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "default"
-            )  # a warning of the program is no error, whatever the caller's filters
+            # A warning of the program is no error, whatever the caller's filters.
+            warnings.simplefilter("default")
             with nccl_on_gloo() as given:
                 played = player.play_all()
-            return replace(played, given=frozenset(given)) if isinstance(played, Played) else played
+            return replace(played, given=frozenset(given))
     except NotSupportedError as refusal:
         leave_refusal(Path(case.folder), player.rank, str(refusal))
-        return Refused(str(refusal))
+        return None
     except BaseException as error:
         how = BY_RAISE if is_deliberate(error) else ""
         error.add_note(f"in {player.doing}, step {player.number} of the trial {case.trial.name!r}{how}")
