@@ -54,11 +54,12 @@ class Place:
         """Which elements depart, in words."""
         if self.departing == self.numel:
             return f"all {self.numel} elements" if self.numel > 1 else "its one element"
-        which = (
-            "elements" if self.departing == self.stop - self.start else f"{self.departing} of the elements"
-        )
-        share = "the head" if self.start == 0 else "the tail" if self.stop == self.numel else "a part"
-        return f"{which} {self.start} to {self.stop - 1} of {self.numel}, {share}"
+        if self.departing == 1:
+            return f"element {self.start} of {self.numel}"
+        if self.departing < self.stop - self.start:
+            return f"{self.departing} of {self.numel} elements, between {self.start} and {self.stop - 1}"
+        end = ", the first ones" if self.start == 0 else ", the last ones" if self.stop == self.numel else ""
+        return f"elements {self.start} to {self.stop - 1} of {self.numel}{end}"
 
 
 @dataclass(frozen=True)

@@ -252,13 +252,14 @@ def _of_step_before(patient: Patient, where: Where) -> Iterator[str]:
         columns = [old.double().flatten(), now[place.parameter].double().flatten()]  # type: ignore[union-attr]
         solved = solve(columns, ours.double().flatten())
         if solved is not None:
+            before, this = (_number(round(one, 4)) for one in solved.tolist())
             yield (
-                f"in {place.parameter} on rank {place.rank}: {_number(round(solved[0].item(), 4))} times the "
-                f"right gradient of the step before, {_number(round(solved[1].item(), 4))} times this one's"
+                f"on rank {place.rank} {place.parameter} has {before} times the right gradient of the step "
+                f"before, and {this} times that of this step"
             )
             return
     if where.places[0].ratio is None and where.places[0].numel > 1:
-        yield "no weights of the ranks' gradients give what is there"
+        yield "the gradient that is there is no weighted sum of the ranks' gradients"
 
 
 def _group(
@@ -335,8 +336,9 @@ def _of_clip(patient: Patient) -> Iterator[str]:
             text = f"gradients are not scaled; right is a factor of {wanted:.4g}"
         else:
             norm = limit / values[0]
-            text = f"all gradients times {values[0]:.4g}, and right is {wanted:.4g}" + _norm_in_words(
-                norm, limit / wanted, before, patient, rank
+            text = (
+                f"all gradients are multiplied by {values[0]:.4g}, and right is {wanted:.4g}"
+                + _norm_in_words(norm, limit / wanted, before, patient, rank)
             )
         if text not in said:
             said.add(text)
@@ -364,7 +366,7 @@ def _distinct(found: dict[str, float]) -> list[tuple[str, float]]:
 
 def _norm_in_words(norm: float, right: float, before: Tensors, patient: Patient, rank: int) -> str:
     """Where a norm that was used comes from, if the gradients say so."""
-    said = f": by a norm of {norm:.5g}, and that of all gradients is {right:.5g}"
+    said = f". That is for a norm of {norm:.5g}, and all gradients have one of {right:.5g}"
     there = [(name, grad.double().flatten()) for name, grad in before.items() if grad is not None]
     flat = torch.cat([grad for _, grad in there])
     tails = flat.square().flip(0).cumsum(0)
@@ -374,10 +376,10 @@ def _norm_in_words(norm: float, right: float, before: Tensors, patient: Patient,
         grads = [total(local[other], name) for name, _ in there]
         own = torch.cat([grad.double().flatten() for grad in grads if grad is not None]).norm().item()
         if abs(own - norm) <= CLOSE * norm:
-            return f"{said}; the gradients of rank {other}'s own data have the norm that was used"
+            return f"{said}; {norm:.5g} is the norm of the gradients of rank {other}'s own data"
     if norm < right * (1 - 1e-5) and len(near):
         count = int(near[0]) + 1
-        return f"{said}; without the last {count} elements it is the one that was used"
+        return f"{said}; {norm:.5g} is the norm without the last {count} elements"
     return f"{said}: {times(norm / right, {'ranks': patient.ranks}).replace('gradient', 'norm')}"
 
 
