@@ -66,8 +66,8 @@ def test_people_read_the_advice_first_and_its_command_runs(capsys: pytest.Captur
 
 
 def test_where_nothing_surely_fits_it_computes_activations_again(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["which", "--model", "llama3-8b", "--ranks", "64"]
-    kept = compared(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 64))
+    words = ["which", "--model", "llama3-8b", "--ranks", "16"]
+    kept = compared(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 16))
     printed = as_json(capsys, *words)
     assert kept.fastest is None
     assert printed["checkpointing"] == "every-other-block"

@@ -16,7 +16,7 @@ CHANGED = {
          r"returned 'stage 3'; the tree leads to 'DDP'. .* to gain by dividing\? Yes: 19.2 GB of 70"),
     ],
     "which_stage.choice": [
-        ("ddp", {WAY: 'way="DDP"'}, r"DDP, which needs 195.4 GB on a rank, of 85.9. It does not surely fit"),
+        ("ddp", {WAY: 'way="DDP"'}, r"DDP, which needs 183.5 GB on a rank, of 85.9. It does not surely fit"),
         ("as_proposed", {WAY: 'way="stage 3"'},
          r"takes 10.1 s, and there is a way .* takes 6.4 s.* sends 23.0 times.* sent again in each of the 8"),
         ("no_way", {WAY: 'way="FSDP"'}, r"chooses 'FSDP'. Choose one of 'DDP', 'stage 1'"),

@@ -2,7 +2,7 @@
 
 >>> answer = EXPLORERS["memory"].answer(model="gpt2", ranks=4)
 >>> answer.words.split(": ")[1]
-'each rank holds up to 9.03 GB of the 85.5 GB of an H100 80 GB. Plain data parallelism would hold 10.3 GB.'
+'each rank holds up to 9.07 GB of the 85.5 GB of an H100 80 GB. Plain data parallelism would hold 10.2 GB.'
 
 Each is a list of controls and a function from their values to an answer: an SVG, the same in words, the
 numbers behind it. In a page of the book Python runs in the browser and calls `controls` and `answer`; in a

@@ -169,7 +169,7 @@ def stages_timeline(runs: Mapping[str, SimulatedRun]) -> Drawing:
     >>> from zero_ref.simulator.stages import runs_by_stage
     >>> xl = Scenario(MODELS["gpt2-xl"], cluster("h100-ib"), 8)
     >>> stages_timeline(runs_by_stage(xl)).words
-    'DDP: 59.9 ms, 0.931 ms exposed, peak 38.8 GB; ...; stage 3: 48.8 ms, 1.02 ms exposed, peak 8.65 GB'
+    'DDP: 59.9 ms, 0.931 ms exposed, peak 36.5 GB; ...; stage 3: 48.8 ms, 1.02 ms exposed, peak 8.46 GB'
 
     Args:
         runs: for each title a simulated run, such as `runs_by_stage` gives.

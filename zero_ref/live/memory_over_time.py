@@ -43,7 +43,7 @@ def memory_over_time(runs: Mapping[str, SimulatedRun]) -> Drawing:
     >>> from zero_ref.simulator.stages import runs_by_stage
     >>> runs = runs_by_stage(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 64, checkpointing="full"))
     >>> memory_over_time({name: runs[name] for name in ("DDP", "stage 3")}).words
-    'DDP: at most 195 GB in 1,469 ms; stage 3: at most 25.3 GB in 1,409 ms; the device has 85.5 GB'
+    'DDP: at most 184 GB in 1,469 ms; stage 3: at most 25.5 GB in 1,409 ms; the device has 85.5 GB'
 
     Args:
         runs: for each title a simulated run, on the same device.

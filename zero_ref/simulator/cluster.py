@@ -422,7 +422,7 @@ class Cluster:
         >>> [round(h100.with_only(link).ms("all_gather", 1e9, 64), 2) for link in ("within", "between")]
         [2.86, 2.73]
         >>> round(h100.ms("all_gather", 1e9, 64), 2)
-        3.03
+        2.97
 
         Args:
             link: "within" or "between".

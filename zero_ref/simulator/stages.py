@@ -51,11 +51,11 @@ def runs_by_stage(scenario: Scenario) -> dict[str, SimulatedRun]:
     >>> llama = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 64, checkpointing="full")
     >>> for name, run in runs_by_stage(llama).items():
     ...     print(f"{name}: {run.peak_bytes / 1e9:.0f} GB, {run.exposed_ms:.0f} ms exposed")
-    DDP: 195 GB, 6 ms exposed
-    stage 1: 56 GB, 51 ms exposed
-    stage 2: 37 GB, 86 ms exposed
+    DDP: 184 GB, 6 ms exposed
+    stage 1: 53 GB, 51 ms exposed
+    stage 2: 35 GB, 86 ms exposed
     stage 3: 25 GB, 13 ms exposed
-    hybrid: 41 GB, 21 ms exposed
+    hybrid: 40 GB, 21 ms exposed
 
     Args:
         scenario: a `shard_group` of its own is not used: stages 2 and 3 share among all ranks, the hybrid

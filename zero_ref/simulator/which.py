@@ -263,7 +263,7 @@ def compared_leaner(scenario: Scenario) -> Compared:
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.models import MODELS
-    >>> found = compared_leaner(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 64))
+    >>> found = compared_leaner(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 16))
     >>> found.scenario.checkpointing, found.advice.name
     ('every-other-block', 'stage 3')
 
