@@ -295,6 +295,14 @@ def test_before_you_rent_says_what_each_way_of_computing_changes() -> None:
     assert 'set_float32_matmul_precision("high")` | 4 + 4 + 8.' in page
     assert of_a_parameter(masters=False)[:3] == [2, 2, 4]
     assert "`--no-masters` | 2 + 2 + 4 |" in page
+    eight = of_a_parameter(states_8=True)[:3]
+    assert [round(each, 2) for each in eight] == [2, 2, 6.03]
+    assert eight[2] - 4 == 2 * (1 + 4 / 256)
+    assert "2 + 2 + 6.03: each moment takes 1 byte, and 4 more for every 256 elements." in page
+    without = of_a_parameter(states_8=True, masters=False)[:3]
+    wide = of_a_parameter(states_8=True, dtype="float32")[:3]
+    assert [round(each, 2) for each in (*without, *wide)] == [2, 2, 2.03, 4, 4, 2.03]
+    assert "then 2 + 2 + 2.03. Over 32-bit parameters 4 + 4 + 2.03 |" in page
     assert of_a_parameter(gradient_dtype="float32")[:3] == [2, 4, 12]
     assert "`--gradient-dtype float32` | 2 + 4 + 12," in page
     steps = [of_a_parameter(dtype="float32", update=update)[3] for update in ("foreach", "fused")]

@@ -112,6 +112,8 @@ UNFUSED = {"attention": "unfused", "checkpointing": "selective"}
             {"offload": "in_backward", "offload_fraction": 0.5},
         ),
         (["--no-masters"], {"masters": False}),
+        (["--masters-16"], {"masters_16": True}),
+        (["--states-8"], {"states_8": True}),
         (["--compiled"], {"compiled": True}),
         (["--attention", "unfused"], {"attention": "unfused"}),
         (["--attention", "unfused", "--checkpointing", "selective"], UNFUSED),

@@ -241,8 +241,19 @@ def test_a_remedy_changes_what_it_says_and_no_more() -> None:
             Scenario, {}, architecture=SMALL.architecture, cluster=SMALL.cluster, world_size=1
         )
         assert shlex.join(words_of(replace(said, **changed), recipe("zero-3"))).split() == words.split()
-        same = not {"masters", "lora"} & changed.keys() and changed.get("offload") != "in_backward"
+        same = (
+            not {"masters", "states_8", "lora"} & changed.keys() and changed.get("offload") != "in_backward"
+        )
         assert (changes == "") == same
+
+
+def test_moments_in_8_bits_are_a_remedy_where_32_bits_are_too_many() -> None:
+    """Llama 3 8B on one H200: 128 GB of parameters, gradients and state become 81."""
+    alone = Scenario(MODELS["llama3-8b"], CLUSTERS["h200-ib"], 1, sequence=2048)
+    assert not any(one.fits for one in search(alone, 16_384).listed)
+    (found,) = (one for one in remedies(alone, 16_384) if one.words == "--states-8")
+    assert found.best.memory.moment_bytes == 2 * (1 + 4 / 256) * alone.numel
+    assert found.changes == "moments in 8 bits"
 
 
 def test_what_is_said_already_is_no_remedy() -> None:

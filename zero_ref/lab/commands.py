@@ -73,6 +73,7 @@ def _trained(scenario: Scenario, strategy: str) -> TrainConfig | None:
         and scenario.gradient_dtype in (None, scenario.dtype)
         and scenario.accumulation == 1
         and scenario.offload is None
+        and not (scenario.masters_16 or scenario.states_8)
         and (scenario.shard_group is None or recipe(strategy).without_ddp)
         and (scenario.world_size <= of_node or scenario.world_size % of_node == 0)
     )
@@ -112,7 +113,8 @@ def program(scenario: Scenario, strategy: str) -> list[str] | None:
     offloads = scenario.offload is None or (
         scenario.offload == "state" and scenario.offload_fraction == 1 and recipe(strategy).stage < 3
     )
-    if not (runs and offloads) or strategy not in _LINES:
+    narrow = scenario.masters_16 or scenario.states_8  # no optimizer of torch or of this package
+    if not (runs and offloads) or narrow or strategy not in _LINES:
         return None
     lines = ["import torch", *_LINES[strategy](scenario), *_accumulating(scenario, strategy)]
     if scenario.gradient_dtype not in (None, scenario.dtype):

@@ -145,7 +145,7 @@ def _would_fit(
             f"{nearest.scenario.checkpointing}, needs {_gb(nearest.peak_bytes)} GB"
         )
     if not others:
-        yield "neither a fused loss, offload, no masters, LoRA nor more ranks make it fit"
+        yield "neither a fused loss, offload, moments in 8 bits, no masters, LoRA nor more ranks make it fit"
     if any("--offload" in one.words for one in others):
         yield "the CPU's update is as fast as its memory here; published ones took 2 to 4 times as long"
     for number, one in enumerate(others, 1):

@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
+Amount = TypeVar("Amount", int, float)
 
 ALIGNMENT = 64
 """Slices and shares begin at multiples of this many elements.
@@ -257,7 +258,9 @@ class Partition:
                 pieces[piece.param].append((piece, rank))
         return tuple([tuple(sorted(one) if len(one) > 1 else one) for one in pieces])
 
-    def totals(self, of_element: Sequence[int], of_slice: Sequence[int] | None = None) -> tuple[int, ...]:
+    def totals(
+        self, of_element: Sequence[Amount], of_slice: Sequence[Amount] | None = None
+    ) -> tuple[Amount, ...]:
         """Sum an amount, such as bytes, over each rank's slices: so much an element, and so much a slice.
 
         >>> Partition((6, 4), ((Slice(0, 0, 6),), (Slice(1, 0, 4),))).totals([4, 2], of_slice=[1, 1])
@@ -269,14 +272,14 @@ class Partition:
         Cost: in ranges it grows with the parameters and the ranks, not with their product.
         """
         # 1. Outside ranges: slice by slice.
-        each = of_slice or [0] * len(self.numels)
+        each: Sequence[Amount] = of_slice or [0] * len(self.numels)
         outside = [
             sum([of_element[param] * (stop - start) + each[param] for param, start, stop in slices])
             for slices in self.slices_outside_ranges
         ]
         # 2. In ranges: an amount for ranks 3 to 7 is added at rank 3 and subtracted at rank 8, so that the
         # running sum of these changes is the amount of each rank.
-        changes = [0] * (self.world_size + 1)
+        changes: list[Amount] = [0] * (self.world_size + 1)
         for one in self.ranges:
             for param, ranks, numel in one.amounts_of(self.numels, self.world_size):
                 amount = of_element[param] * numel + each[param]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
+from math import ceil
 
 from zero_ref.plan.layout import ITEMSIZE
 from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
@@ -149,12 +150,29 @@ def check_stage(stage: int) -> None:
         raise ValueError(f"a ZeRO stage is 0 (nothing sharded), 1, 2 or 3; got {stage!r}.")
 
 
+EIGHT_BIT_BLOCK = 256
+"""Elements of a moment in 8 bits that share a float32 scale, by which their codes are multiplied.
+
+Source: `absmax1` and `absmax2` in bitsandbytes/optim/optimizer.py, at 51294d9 (early versions had blocks of
+    2,048), and `block_size` of AdamW8bit in torchao/optim/adam.py, at 0372e5f; both after arXiv:2110.02861.
+    Tensors of fewer than 4,096 elements keep their dtype in both, which is not counted.
+"""
+
+EIGHT_BIT_BYTES = 1 + 4 / EIGHT_BIT_BLOCK
+"""Bytes of an element of such a moment: its code, and its part of the scale."""
+
+
 @dataclass(frozen=True)
 class StateRule:
     """The state that an optimizer keeps for each tensor that it updates.
 
     >>> StateRule(tensors=2, scalar_bytes=4).nbytes(numel=10, itemsize=2)      # Adam on ten bfloat16 elements
     44
+    >>> StateRule(tensors=2, scalar_bytes=4).in_8_bits().with_master().nbytes(numel=512, itemsize=2)
+    3092
+
+    The last number is 4 bytes an element for the copy, 2 for the moments, 4 for each of their 4 blocks, and 4
+    for `step`.
 
     Args:
         tensors: the number of tensors of the parameter's size and dtype.
@@ -163,6 +181,7 @@ class StateRule:
         itemsize: bytes of an element of the tensors; None for the parameter's own dtype, as torch.optim.
         of_whole: the rule for parameters that are `whole`, if another optimizer class steps them, as Muon
             beside AdamW; None for the same rule.
+        eight_bit: so many of the tensors have 8 bits, and a scale for each EIGHT_BIT_BLOCK elements.
     """
 
     tensors: int
@@ -170,18 +189,32 @@ class StateRule:
     for_frozen: bool = False
     itemsize: int | None = None
     of_whole: StateRule | None = None
+    eight_bit: int = 0
 
     def of(self, param: ParamSpec) -> StateRule:
         """The rule for this parameter."""
         return self.of_whole if self.of_whole is not None and param.whole else self
 
     def with_master(self, itemsize: int = 4) -> StateRule:
-        """The rule beside 16-bit parameters: one more tensor, the copy, and all in this size of element."""
+        """The rule beside 16-bit parameters: one more tensor, the copy, and this size of element.
+
+        Tensors of 8 bits stay so.
+        """
         of_whole = self.of_whole and self.of_whole.with_master(itemsize)
         return replace(self, tensors=self.tensors + 1, itemsize=itemsize, of_whole=of_whole)
 
+    def in_8_bits(self) -> StateRule:
+        """The rule with all tensors in 8 bits."""
+        return replace(self, eight_bit=self.tensors)
+
+    def element_bytes(self, itemsize: int) -> float:
+        """Bytes of one element of all tensors, whole unless some have scales."""
+        wide = (self.tensors - self.eight_bit) * (self.itemsize or itemsize)
+        return wide + self.eight_bit * EIGHT_BIT_BYTES if self.eight_bit else wide
+
     def nbytes(self, numel: int, itemsize: int) -> int:
-        return self.tensors * numel * (self.itemsize or itemsize) + self.scalar_bytes
+        """Bytes of so many elements. Of scales they have their part, and the sum is rounded up."""
+        return ceil(numel * self.element_bytes(itemsize)) + self.scalar_bytes
 
 
 STATE_RULES: dict[str, StateRule] = {
@@ -288,12 +321,12 @@ def state_bytes_of_rank(
     check_fits(partition, params)
     rules = [rule.of(param) for param in params]
     has_state = [param.trainable or its.for_frozen for param, its in zip(params, rules)]
-    of_piece = [its.scalar_bytes if has else 0 for its, has in zip(rules, has_state)]
+    of_piece: list[float] = [its.scalar_bytes if has else 0 for its, has in zip(rules, has_state)]
     of_element = [
-        its.nbytes(1, itemsize_of(param.dtype)) - its.scalar_bytes if has else 0
+        its.element_bytes(itemsize_of(param.dtype)) if has else 0
         for param, its, has in zip(params, rules, has_state)
     ]
-    return partition.totals(of_element, of_piece)
+    return tuple(map(ceil, partition.totals(of_element, of_piece)))
 
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {

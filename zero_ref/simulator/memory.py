@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
 from zero_ref.simulator.ledger import (
+    EIGHT_BIT_BLOCK,
     UNITS,
     Convention,
     StateRule,
@@ -69,6 +70,8 @@ class MemorySettings:
         offload: one of `offload.OFFLOADS`: masters, moments and scalars are on the CPU, and gradients too
             unless they add up on the device.
         offload_fraction: the part of them that is there.
+        scales: the convention's moments have one byte an element, and `ledger.EIGHT_BIT_BLOCK` elements share
+            a float32 scale, which comes on top.
     Raises:
         ValueError: a stage, name or number is not accepted.
     """
@@ -97,6 +100,7 @@ class MemorySettings:
     masters_apart: bool = False
     offload: str | None = None
     offload_fraction: float = 1.0
+    scales: bool = False
 
     def __post_init__(self) -> None:
         check_stage(self.stage)
@@ -128,6 +132,10 @@ class MemorySettings:
         """Gradients lie in DDP's buckets, which are never freed."""
         return self.ddp and self.stage < 2 and self.gradient_as_bucket_view
 
+    def with_scales(self, moment_bytes: int) -> int:
+        """The bytes of moments with those of their scales."""
+        return moment_bytes + self.scales * 4 * -(-moment_bytes // EIGHT_BIT_BLOCK)
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -138,7 +146,7 @@ class Memory:
 
     Args:
         master_bytes: fp32 copies of parameters, and of gradients where the convention counts them.
-        moment_bytes: the optimizer's other state of each element.
+        moment_bytes: the optimizer's other state of each element, and the scales of what has 8 bits.
         scalar_bytes: the optimizer's state of each tensor, such as `step`.
         padding_bytes: elements of flat tensors that belong to no parameter.
         gradient_bucket_bytes: DDP's buckets, where they are a second copy of the gradients.
@@ -246,7 +254,7 @@ def average_memory(params: Sequence[ParamSpec], world_size: int, settings: Memor
         parameter_bytes=whole.params / ranks["parameters"],
         gradient_bytes=whole.grads / ranks["gradients"],
         master_bytes=whole.master / ranks["optimizer"],
-        moment_bytes=whole.moments / ranks["optimizer"],
+        moment_bytes=settings.with_scales(whole.moments) / ranks["optimizer"],
         scalar_bytes=whole.scalars / ranks["optimizer"],
         padding_bytes=0,
         gradient_bucket_bytes=_gradient_bucket_bytes(whole, settings),
@@ -306,7 +314,7 @@ def memory_of_ranks(
             parameter_bytes=held["parameters"].params,
             gradient_bytes=held["gradients"].grads,
             master_bytes=held["optimizer"].master,
-            moment_bytes=held["optimizer"].moments,
+            moment_bytes=settings.with_scales(held["optimizer"].moments),
             scalar_bytes=held["optimizer"].scalars,
             **on_every_rank,
         )

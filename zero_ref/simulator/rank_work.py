@@ -9,7 +9,7 @@ from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.activations import Activations, activations
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.kernels import Kernels, kernels
-from zero_ref.simulator.ledger import StateRule, state_rule
+from zero_ref.simulator.ledger import EIGHT_BIT_BYTES, StateRule, state_rule
 from zero_ref.simulator.lora import Lora, is_adapter, with_adapters
 from zero_ref.simulator.models import GPT2, Llama, Mixture, ParamShape, matrices_whole, specs
 from zero_ref.simulator.price import Workload
@@ -199,7 +199,7 @@ class RankWork(Training):
             active_share=self.active / self.numel,
         )
 
-    def step_bytes(self, gradient_itemsize: int, update: str | None = None) -> int:
+    def step_bytes(self, gradient_itemsize: int, update: str | None = None) -> float:
         """Bytes that an update reads and writes for each element, given those of an element of the gradients.
 
         Args:
@@ -209,8 +209,8 @@ class RankWork(Training):
         >>> from zero_ref.simulator.models import MODELS
         >>> from zero_ref.simulator.scenario import Scenario
         >>> scenario = Scenario(MODELS["gpt2"], cluster("h100-ib"), 2)
-        >>> scenario.step_bytes(2), scenario.step_bytes(4)
-        (28, 30)
+        >>> scenario.step_bytes(2), scenario.step_bytes(4), replace(scenario, states_8=True).step_bytes(2)
+        (28, 30, 16.0625)
 
         A fused one beside 32-bit masters reads gradients as they are, and writes 16-bit parameters beside
         the masters, as the kernels of Apex do. Else gradients are first converted to 32 bits, and parameters
@@ -219,7 +219,9 @@ class RankWork(Training):
         """
         itemsize = DTYPES[self.dtype]
         update = update or self.update
-        of_kernels = self._state_itemsize * update_kernels(self.optimizer, update).touched
+        of_kernels: float = self._state_itemsize * update_kernels(self.optimizer, update).touched
+        if self.states_8:  # each moment is read and written
+            of_kernels -= 2 * state_rule(self.optimizer).tensors * (self._state_itemsize - EIGHT_BIT_BYTES)
         if not self._mixed:
             return of_kernels + gradient_itemsize - itemsize
         if update == "fused":
@@ -230,8 +232,12 @@ class RankWork(Training):
 
     @property
     def state(self) -> StateRule:
-        """The optimizer's state. Beside 16-bit parameters it has `masters` of them, and is in their dtype."""
+        """The optimizer's state. Beside 16-bit parameters it has `masters` of them, and is in their dtype.
+
+        With `states_8` the moments are in 8 bits.
+        """
         rule = state_rule(self.optimizer)
+        rule = rule.in_8_bits() if self.states_8 else rule
         return rule.with_master(self._state_itemsize) if self._mixed else rule
 
     @property
@@ -246,5 +252,8 @@ class RankWork(Training):
 
     @property
     def _state_itemsize(self) -> int:
-        """Bytes of an element of the state, and of parameters as local-sgd averages them."""
+        """Bytes of an element of the state, and of parameters as local-sgd averages them.
+
+        Moments in 8 bits have fewer.
+        """
         return 4 if self._mixed and not self.masters_16 else DTYPES[self.dtype]

@@ -34,7 +34,7 @@ class Saved:
         rule: the optimizer's state, masters included.
         parameters: the file has the parameters too. Without them it is an optimizer's state dict.
     Raises:
-        ValueError: the partition was made for other parameters.
+        ValueError: the partition was made for other parameters, or the state is in 8 bits.
     """
 
     params: tuple[ParamSpec, ...]
@@ -44,6 +44,11 @@ class Saved:
 
     def __post_init__(self) -> None:
         check_fits(self.partition, self.params)
+        if self.rule.eight_bit:
+            raise ValueError(
+                "checkpoints of moments in 8 bits are not simulated: their scales are further tensors. Leave "
+                "states_8 out, or the checkpoint."
+            )
 
     @property
     def ranks(self) -> int:

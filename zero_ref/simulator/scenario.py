@@ -243,15 +243,18 @@ class Scenario(RankWork):
             masters_apart=self._state_itemsize > itemsize == of_gradient and usual.stage < 3,
             offload=how.offload,
             offload_fraction=how.offload_fraction,
+            scales=self.states_8,
         )
 
     def _convention(self, gradient_itemsize: int) -> str | Convention | None:
         """Bytes of an element of each part of the state; None for those of the parameters' dtype."""
         if self.masters_16:
             return Convention(2, gradient_itemsize, 6, moment=2)
+        itemsize = DTYPES[self.dtype]
+        if self.states_8:
+            return Convention(itemsize, gradient_itemsize, 4 * self._mixed + 2, moment=1)
         if self._mixed:
             return "mixed-16" if gradient_itemsize == 2 else "fp32-grads-18"
-        itemsize = DTYPES[self.dtype]
         if gradient_itemsize == itemsize:
             return None
         return Convention(itemsize, gradient_itemsize, 2 * itemsize, moment=itemsize)

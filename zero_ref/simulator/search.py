@@ -30,6 +30,7 @@ REMEDIES: dict[str, tuple[dict[str, Any], str]] = {
     "--offload state": ({"offload": "state"}, ""),
     "--offload gradients": ({"offload": "gradients"}, ""),
     "--offload in-backward": ({"offload": "in_backward"}, "without clipping by the norm of all gradients"),
+    "--states-8": ({"states_8": True}, "moments in 8 bits"),
     "--no-masters": ({"masters": False}, "parameters and state in 16 bits alone"),
     "--lora 16": ({"lora": 16}, "adapters alone are trained"),
     "--fused-loss --offload in-backward": (

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
+from math import ceil
 from typing import NamedTuple
 
 from zero_ref.plan.partition import ParamSpec
@@ -262,17 +263,19 @@ class ZeroStage3(Strategy):
         """Elements that each place of a group updates, and bytes that it holds as state."""
         ranks, rule = self.groups.ranks, state_rule(self.how.optimizer)
         # The first have full chunks, one the rest, others nothing: note where that changes, then add up.
-        shard_changes, state_changes = [0] * (ranks + 2), [0] * (ranks + 2)
+        shard_changes = [0] * (ranks + 2)
+        state_changes: list[float] = [0] * (ranks + 2)
         for param, cut in zip(self.params, self._cuts):
             its = rule.of(param)
             has_state = param.trainable or its.for_frozen
+            of_element = its.element_bytes(itemsize_of(param.dtype))
             for place, change in cut.amounts():
                 shard_changes[place] += change * param.trainable
                 if has_state:
-                    state_changes[place] += its.nbytes(change, itemsize_of(param.dtype)) - its.scalar_bytes
+                    state_changes[place] += change * of_element
             if has_state:
                 state_changes[0] += its.scalar_bytes  # on every rank, also where it has no rows
-        return list(accumulate(shard_changes))[:ranks], list(accumulate(state_changes))[:ranks]
+        return list(accumulate(shard_changes))[:ranks], list(map(ceil, accumulate(state_changes)))[:ranks]
 
 
 class ZeroStage3Flat(ZeroStage3):

@@ -11,7 +11,7 @@ from zero_ref.simulator.autocast import AUTOCAST
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.device import ATTENTION_KERNELS
 from zero_ref.simulator.devices import DEVICES
-from zero_ref.simulator.ledger import STATE_RULES, state_rule
+from zero_ref.simulator.ledger import EIGHT_BIT_BLOCK, STATE_RULES, state_rule
 from zero_ref.simulator.lora import LORA_ON
 from zero_ref.simulator.models import Architecture
 from zero_ref.simulator.norms import NORMS
@@ -27,6 +27,10 @@ from zero_ref.simulator.updates import UPDATES, update_kernels
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element in forward and backward. Of 16-bit parameters the optimizer keeps float32 copies."""
+
+IN_8_BITS = ("Adam", "AdamW", "SGD+momentum", "RMSprop")
+"""Optimizers with a version whose moments have 8 bits: bitsandbytes has Adam8bit, AdamW8bit, SGD8bit and
+RMSprop8bit, torchao the first two."""
 
 LONGEST_SEQUENCE = 8192
 """The most tokens in a sequence unless the caller asks for more. Models with a context of 100,000 tokens were
@@ -104,6 +108,10 @@ class Training:
     masters_16: Annotated[bool, Option(
         "the copies of 16-bit parameters, and the moments, have 16 bits too, as under DeepSpeed's "
         "bf16_master_weights_and_grads with bf16_optimizer_states",
+    )] = False
+    states_8: Annotated[bool, Option(
+        "moments have 8 bits and a scale for each " + str(EIGHT_BIT_BLOCK) + " elements, as those of "
+        "bitsandbytes' and torchao's AdamW8bit; masters stay as they are",
     )] = False
     lora: Annotated[int | None, Option(
         "LoRA: only adapters of this rank are trained, beside frozen weights", metavar="RANK", least=1,
@@ -264,6 +272,8 @@ class Training:
             raise ValueError(
                 "masters_16 is for copies of 16-bit parameters: ask for a dtype of 16 bits, with masters."
             )
+        if self.states_8:
+            self._check_8_bits()
         if isinstance(self.architecture, Traced):
             self._check_traced(self.architecture)
         if self.lora is not None:
@@ -271,6 +281,26 @@ class Training:
         elif self.lora_on != "all-linear":
             raise ValueError(
                 f"lora_on {self.lora_on} says where adapters are, and lora, their rank, is not given."
+            )
+
+    def _check_8_bits(self) -> None:
+        """Refuse moments in 8 bits where there are none."""
+        if self.optimizer not in IN_8_BITS:
+            raise ValueError(
+                f"states_8: there is no {self.optimizer} with moments of 8 bits; there is one of "
+                f"{', '.join(IN_8_BITS)}."
+            )
+        if self.masters_16:
+            raise ValueError("states_8 and masters_16 both say how many bits moments have: leave one out.")
+        if self.update != "fused":
+            raise ValueError(
+                f"states_8 beside update {self.update}: moments of 8 bits have kernels of their own, one for "
+                "each tensor. Leave the update fused."
+            )
+        if self.offload is not None:
+            raise ValueError(
+                f"states_8 beside offload {self.offload}: the CPU's update of moments of 8 bits is not "
+                "simulated. Leave one out."
             )
 
     def _check_traced(self, model: Traced) -> None:
