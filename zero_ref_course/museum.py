@@ -186,7 +186,7 @@ def _first_step_with_sums() -> float:
 
 @prediction(
     "museum.local_norm",
-    "On four ranks with equally large shares each clips its own to a norm of 1. What norm have all together?",
+    "Four ranks clip equally large shares, each to a norm of 1. What is the norm of all shares together?",
 )
 def _norm_of_clipped_shares() -> float:
     return float(torch.ones(4).norm())

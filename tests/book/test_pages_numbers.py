@@ -395,8 +395,10 @@ def test_before_you_rent_lists_every_cluster_with_what_it_is_made_of() -> None:
         assert between == f"{8 * here.between.gb_per_s:g} Gb/s"
         assert f"| `{name}` | {ranks} {device}, {within} each way | {between} |" in page
     reached = {name: here.within.reached for name, here in CLUSTERS.items()}
-    assert [reached[f"{gpu}"] for gpu in ("rtx5090-10gbe", "rtx4090-10gbe", "l40s-ethernet")] == [0.55, 1, 1]
-    assert "55% for the RTX 5090, and all of it for the RTX 4090 and the L40S" in page
+    assert [reached[gpu] for gpu in ("h100-ib", "rtx5090-10gbe")] == [0.82, 0.55]
+    assert "82% for the H100, and 55% for the RTX 5090" in page
+    for name in ("rtx4090-10gbe", "l40s-ethernet"):  # PCIe 4.0 x16 has 32 GB/s each way
+        assert (CLUSTERS[name].within.gb_per_s, reached[name]) == (32 / 2, 1)
 
 
 # --------------------------------------------------------------------------------------------- differences.md
