@@ -65,6 +65,19 @@ def test_people_read_the_advice_first_and_its_command_runs(capsys: pytest.Captur
     assert simulated["memory_peak_bytes"] == printed["ways"]["stage 3"]["memory_bytes"]
 
 
+def test_close_to_the_rule_the_first_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["which", "--model", "qwen3-30b-a3b", "--cluster", "h200-ib", "--ranks", "32"]
+    words += ["--sequence", "4096", "--checkpointing", "full", "--accumulation", "4"]
+    printed = as_json(capsys, *words)
+    assert (printed["advice"], printed["questions"][-1]["yes"]) == ("stage 3", True)
+    assert "--strategy zero-3" in printed["simulate"]
+    assert cli.main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("stage 3: nearly: 4,096 tokens, ")
+    assert " needed; simulated, stage 3 takes " in said
+    assert "is stage 3 better than stage 2? Yes: stage 3 takes " in said
+
+
 def test_where_nothing_surely_fits_it_computes_activations_again(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["which", "--model", "llama3-8b", "--ranks", "16"]
     kept = compared(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 16))

@@ -128,6 +128,12 @@ def test_which_stage_is_what_the_simulator_compares() -> None:
     assert [row[0] for row in answer.table[1:]] == list(found.runs)
 
 
+def test_which_stage_says_that_simulated_times_decided_close_to_the_rule() -> None:
+    answer = EXPLORERS["which"].answer(model="llama3-8b", ranks=512, sequence=2048)
+    assert "choose stage 3. Nearly: 2,048 tokens, " in answer.words
+    assert "These tokens are close" in answer.svg
+
+
 # ----------------------------------------------------------------------------------------------- pictures
 
 

@@ -42,7 +42,8 @@ def register_which(subparsers: Subparsers) -> None:
         "which",
         help="which stage: DDP, stage 1, 2 or 3, or the hybrid, for a model on so many GPUs, and why",
         description="Compare DDP, the stages of ZeRO and the hybrid for one batch, and advise one of them by "
-        "the questions of chapter 9, each with the number that decides. Nothing is allocated or sent.",
+        "the questions of chapter 9, each with the number that decides. Where a pass has about as many "
+        "tokens as the network asks for, simulated times decide. Nothing is allocated or sent.",
     )
     add_model(parser)
     add_machines(parser)

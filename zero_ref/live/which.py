@@ -82,12 +82,13 @@ def _words(found: Compared, model: str) -> str:
         return f"{on}no way surely fits. {held} Advice: {end}."
     advised, fastest = found.runs[advice.name], found.runs[found.fastest]
     took = f"an update takes {short_time(advised.iteration_ms)} in {short_bytes(advised.peak_bytes)}"
+    nearly = f"{advice.because}. " if advice.name == found.rival else ""
     if advice.name == found.fastest:
-        return f"{on}choose {advice.name}. {_sentence(took)}, and nothing that surely fits is faster."
+        return f"{on}choose {advice.name}. {nearly}{_sentence(took)}, and nothing that surely fits is faster."
     behind = f"{found.fastest} would take {short_time(fastest.iteration_ms)}"
     saved = 1 - fastest.iteration_ms / advised.iteration_ms
     off = f"{saved:.0%} less" if found.behind > ALIKE else "which is about the same"
-    return f"{on}choose {advice.name}. {_sentence(took)}; {behind}, {off}."
+    return f"{on}choose {advice.name}. {nearly}{_sentence(took)}; {behind}, {off}."
 
 
 def _sentence(words: str) -> str:

@@ -28,6 +28,19 @@ ALIKE = 0.05
 """Ways whose times differ by this share are taken as equally fast. It is a choice, no measurement: what the
 simulator leaves out, such as computing that a message disturbs, may be as much."""
 
+CLOSE = 1.5
+"""A pass's tokens are close to those of `tokens_to_hide` if neither is more than so many times the other.
+
+It covers the error of the rule. Where blocks are computed again, backward makes 6 operations for each
+parameter and token, and the rule counts 4: from 1/1.5 of its tokens on, backward hides all. The rule takes W
+from one gather of the largest block. The calls for small blocks are slower, so a run may also need more
+tokens than the rule says. tests/simulator/test_which.py holds the rule against the simulator.
+"""
+
+AS_FAST, LESS_MEMORY = 0.01, 0.1
+"""Close to the tokens needed, another way is taken that takes at most this share longer than the tree's, and
+needs at least that share less memory; or one that takes more than ALIKE less time."""
+
 MANY_RANKS, WIDE_RANGES = 64, 128 * MIB
 """Among more than so many ranks, the bytes of stage 2's ranges."""
 
@@ -191,7 +204,9 @@ ones the host may need longer to start the work of a block than the block takes,
 there the simplest way is taken.
 With several passes the hybrid adds up shards, and all-reduces them between nodes once. To keep gradients
 whole until then (`no_sync`) is a few percent faster, and takes the memory of all, so it is not advised.
-tests/simulator/test_which.py holds the tree against the simulator: no other way is as fast with less memory.
+Where a pass has about as many tokens as HIDES asks for (CLOSE), the rule cannot tell, and a `Compared` lets
+the simulated times of the ways decide.
+tests/simulator/test_which.py holds the advice against the simulator: no other is as fast with less memory.
 Left out are short passes, what frees less than LITTLE, and cases at the edge of a rule, which the test lists.
 """
 
@@ -326,16 +341,70 @@ class Compared:
 
     @cached_property
     def tree(self) -> Question:
-        """TREE with the numbers that decide."""
-        tree = self._answered(TREE)
+        """TREE with the numbers that decide; at the end of the model's way what simulated times decide."""
+        tree = self._answered(TREE, way_through(TREE, self.found))
         assert isinstance(tree, Question)
         return tree
 
-    def _answered(self, node: Node) -> Node:
+    def _answered(self, node: Node, way: tuple[bool, ...] | None) -> Node:
+        """Fill in the numbers of a node and all below it; `way` leads on to the advice, None off the way."""
         if isinstance(node, Advice):
-            return node
-        yes, no = self._answered(node.yes), self._answered(node.no)
+            return node if way is None else self._close_call or node
+        yes = self._answered(node.yes, way[1:] if way and way[0] else None)
+        no = self._answered(node.no, way[1:] if way and not way[0] else None)
         return node._replace(yes=yes, no=no, answered=self._numbers[node.text])
+
+    @property
+    def is_close(self) -> bool:
+        """Whether a pass has about as many tokens as HIDES asks for, so that the rule cannot tell."""
+        tokens = self.scenario.tokens_of_pass
+        return self.tokens_needed / CLOSE <= tokens <= self.tokens_needed * CLOSE
+
+    @cached_property
+    def rival(self) -> str | None:
+        """The way that is compared with the tree's by simulated time; None where the rule tells.
+
+        Where the tokens are close to those needed, it is one of what the tree advises if a pass hides all
+        gathers, of what it advises if not, and of stage 3: one that is better than the tree's, or else the
+        fastest. None also where the pass is short, for which the simulator counts too little, and where DDP
+        is advised, as there is little to gain by another way.
+        """
+        name = self._of_tree.name
+        if name == "DDP" or self.block_ms < SHORT_BLOCK_MS or not self.is_close:
+            return None
+        ways = {_advice_of(self.found | {HIDES: hides}).name for hides in (True, False)} | {"stage 3"}
+        others = [one for one in self.fitting if one in ways and one != name]  # the fastest first
+        return min(others, key=lambda one: not self._is_better(one, name), default=None)
+
+    @property
+    def _of_tree(self) -> Advice:
+        return _advice_of(self.found)
+
+    @property
+    def _close_call(self) -> Question | None:
+        """The question that simulated times answer where the tokens are close to those needed."""
+        if self.rival is None:
+            return None
+        rival, of_tree = self.rival, self._of_tree
+        one, other = self.runs[rival], self.runs[of_tree.name]
+        less = 1 - one.iteration_ms / other.iteration_ms
+        close = f"{self.scenario.tokens_of_pass:,} tokens, {_needed(self.tokens_needed)}"
+        said = f"{rival} takes {abs(less):.0%} {'less' if less > 0 else 'more'} time"
+        memory = f"and {one.peak_bytes / 1e9:,.1f} GB, not {other.peak_bytes / 1e9:,.1f}"
+        return Question(
+            f"These tokens are close to those needed. Simulated, is {rival} better than {of_tree.name}?",
+            threshold=f"over {ALIKE:.0%} less time, or no more time in {LESS_MEMORY:.0%} less memory",
+            answered=f"{said}, {memory}",
+            yes=Advice(rival, f"Nearly: {close}; simulated, {said} than {of_tree.name}, {memory}"),
+            no=of_tree,
+        )
+
+    def _is_better(self, name: str, than: str) -> bool:
+        """Whether a way is faster than another by more than ALIKE, or as fast in less memory."""
+        one, other = self.runs[name], self.runs[than]
+        longer = one.iteration_ms / other.iteration_ms - 1
+        is_leaner = one.peak_bytes <= (1 - LESS_MEMORY) * other.peak_bytes
+        return longer < -ALIKE or (longer <= AS_FAST and is_leaner)
 
     @cached_property
     def _numbers(self) -> dict[str, str]:
@@ -371,13 +440,14 @@ class Compared:
 
     @cached_property
     def path(self) -> tuple[bool, ...]:
-        """The answers on the way through TREE, from the first question to an advice."""
-        return way_through(TREE, self.found)
+        """The answers on the way through the tree, from the first question to an advice."""
+        way = way_through(TREE, self.found)
+        return way if self.rival is None else (*way, self._is_better(self.rival, self._of_tree.name))
 
-    @property
+    @cached_property
     def advice(self) -> Advice:
         """The advice at the end of that way."""
-        advice = nodes_on(TREE, self.path)[-1]
+        advice = nodes_on(self.tree, self.path)[-1]
         assert isinstance(advice, Advice)
         return advice
 
@@ -472,6 +542,13 @@ class Compared:
         tensors = len(self.scenario.params)
         one = Operation(label, COMPUTE, numel=self.scenario.numel, tensors=tensors)
         return alone.compute_ms(one, self.scenario.numel, self.scenario.cluster.device)
+
+
+def _advice_of(found: Mapping[str, bool]) -> Advice:
+    """The advice of TREE for the answers to all its questions."""
+    advice = nodes_on(TREE, way_through(TREE, found))[-1]
+    assert isinstance(advice, Advice)
+    return advice
 
 
 def _needed(tokens: float) -> str:
