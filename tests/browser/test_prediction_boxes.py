@@ -109,7 +109,7 @@ def test_nothing_is_covered_without_a_mark_nor_a_heading_s_first_words(
 def test_the_line_in_a_gap_says_what_is_covered_and_leads_to_the_box_or_to_the_answer(page: Page) -> None:
     gaps = page.locator(".prediction-gap:visible")
     assert gaps.first.inner_text() == "Covered: 1 output. Commit, or show."
-    assert gaps.nth(1).inner_text() == "Covered: 2 paragraphs, 1 figure. Commit, or show."
+    assert gaps.nth(1).inner_text() == "Covered: 1 paragraph, 1 figure. Commit, or show."
     gaps.nth(1).get_by_role("button", name="Commit").click()
     assert page.evaluate("document.activeElement.id") == "prediction-partition-crossover"
     gaps.nth(1).get_by_role("button", name="show").click()
