@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from zero_ref.lab import on_meta
 from zero_ref.lab.built import built, from_config, from_factory
 from zero_ref.simulator.activations import activations
 from zero_ref.simulator.kernels import kernels
@@ -251,3 +252,21 @@ def test_attention_with_a_window_multiplies_what_the_window_shows(kind: str) -> 
     assert model.attention_share(1, length) * 2 * length == pytest.approx(
         without.attention_share(1, length) * shown
     )
+
+
+def test_dropout_of_attention_reaches_the_fused_kernel_which_keeps_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attend, shares = on_meta._attend, []
+
+    def noted(*tensors: torch.Tensor, dropout_p: float = 0.0, **options: Any) -> torch.Tensor:
+        shares.append(dropout_p)
+        return attend(*tensors, dropout_p=dropout_p, **options)
+
+    monkeypatch.setattr(on_meta, "_attend", noted)
+    config = text("llama", 256, 512, 4, 2)
+    with_dropout = from_config({**config, "attention_dropout": 0.1}, "bfloat16", LENGTH)
+    assert set(shares) == {0.1}
+    without = from_config({**config, "attention_dropout": 0.0}, "bfloat16", LENGTH)
+    assert set(shares) == {0.1, 0.0}
+    assert activations(with_dropout, 1, LENGTH).kept == activations(without, 1, LENGTH).kept

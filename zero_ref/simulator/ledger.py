@@ -210,7 +210,7 @@ class StateRule:
     def element_bytes(self, itemsize: int) -> float:
         """Bytes of one element of all tensors, whole unless some have scales."""
         wide = (self.tensors - self.eight_bit) * (self.itemsize or itemsize)
-        return wide + self.eight_bit * EIGHT_BIT_BYTES if self.eight_bit else wide
+        return wide + self.eight_bit * EIGHT_BIT_BYTES
 
     def nbytes(self, numel: int, itemsize: int) -> int:
         """Bytes of so many elements. Of scales they have their part, and the sum is rounded up."""
