@@ -21,7 +21,7 @@ from zero_ref.doctor.model import Model, Shape, batch_for
 from zero_ref.doctor.on_rank import Case, added_options, is_deliberate
 from zero_ref.doctor.plain import Noise, PlainLoop
 from zero_ref.doctor.program import as_program
-from zero_ref.doctor.reading import Patient, read
+from zero_ref.doctor.reading import Patient, begins, read
 from zero_ref.doctor.report import Departure, NotTried, Raised, Report
 from zero_ref.doctor.trials import make_trials, together
 from zero_ref.doctor.weights import meaning, solve, times
@@ -53,7 +53,9 @@ def departure_of(case, observed, ranks=(2, 2)):
     if where is None:
         return None
     loop = partial(loop_of, case, ranks=ranks)
-    return read(Patient(case.trial.steps, loop, observed, expected, bounds, where))
+    patient = Patient(case.trial.steps, loop, observed, expected, bounds, where)
+    where = begins(patient)
+    return where, read(patient, where)
 
 
 # ------------------------------------------------------------------------------------- model and data

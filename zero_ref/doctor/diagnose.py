@@ -31,7 +31,7 @@ from zero_ref.doctor.on_rank import (
 )
 from zero_ref.doctor.plain import Make, Noise, Part, PlainLoop
 from zero_ref.doctor.program import Loss
-from zero_ref.doctor.reading import Patient, read
+from zero_ref.doctor.reading import Patient, begins, read
 from zero_ref.doctor.report import Departure, NotTried, Raised, Report
 from zero_ref.doctor.trials import MAX_NORM, NAMES, OWN_MAX_NORM, TOGETHER, Trial, make_trials, together
 from zero_ref.lab import ranks as lab_ranks
@@ -495,10 +495,16 @@ class _Doctor:
             if where is None:
                 self.learned(way if accumulates else None)
                 return None
-            place, hints = read(Patient(case.trial.steps, make, observed, expected, bounds, where))
-            found.append(
-                Departure(case.trial.name, ranks[place.part], place.step, place.phase, place.places, hints)
-            )
+            patient = Patient(case.trial.steps, make, observed, expected, bounds, where)
+            where = begins(patient)
+            departure = Departure(case.trial.name, ranks[where.part], where.step, where.phase, where.places)
+            # Of departures that begin alike the report shows the first in full, and names the others.
+            like = next((one for one in self.departures if one.begins == departure.begins), None)
+            if like is None:
+                found.append(replace(departure, hints=read(patient, where)))
+            else:
+                text = f"it begins where the trial {like.trial!r} does on {like.ranks} ranks"
+                found.append(replace(departure, hints=(text,)))
         return max(found, key=lambda one: one.step)
 
     def learned(self, accumulation: str | None) -> None:

@@ -28,9 +28,10 @@ LOUD = (-3, 3)
 """The binary exponents between which loud elements lie."""
 QUIET = (-6, -1)
 """The same for quiet ones, as multiples of the plain optimizer's eps."""
-SHORT, SHORT_BITS = ("second", "later"), 5
+SHORT, SHORT_BITS = ("third", "tiny"), 5
 """The layers that are bfloat16 where dtypes are mixed, and the bits of their factors: sums of these are exact
-there, so that none cancels but for its last bits."""
+there, so that none cancels but for its last bits. They are not those that trials freeze or leave unused,
+since rounding to 16 bits hides much."""
 
 
 @dataclass(frozen=True)

@@ -110,23 +110,23 @@ def shadow(patient: Patient, feed: dict[int, Tensors], emptied: int | None = Non
     return loop.play(patient.where.step)[-1].traces[0][-1].tensors
 
 
-def read(patient: Patient) -> tuple[Where, tuple[str, ...]]:
-    """The phase in which the departure begins, with its places there, and what the numbers say."""
-    if patient.where.phase == "step":
-        where = _begins(patient)
-        if where.phase == "backward":
-            return where, tuple(_of_backward(patient, where))
-        if where.phase == "clip":
-            return where, tuple(_of_clip(patient))
-        return where, tuple(_of_step(patient))
-    return patient.where, tuple(_of_values(patient))
+def read(patient: Patient, where: Where) -> tuple[str, ...]:
+    """What the numbers say of a departure that begins there."""
+    if where.phase == "backward":
+        return tuple(_of_backward(patient, where))
+    if where.phase == "clip":
+        return tuple(_of_clip(patient))
+    return tuple(_of_step(patient) if where.phase == "step" else _of_values(patient))
 
 
 # ------------------------------------------------------------------------------- in which phase it begins
 
 
-def _begins(patient: Patient) -> Where:
+def begins(patient: Patient) -> Where:
+    """The phase in which the departure begins, with its places there."""
     where = patient.where
+    if where.phase != "step":
+        return where
     part, names = where.part, {place.parameter for place in where.places}
     obeys = obeyed(patient, [_fed(patient, rank) for rank in range(patient.ranks)])
     for number, snapshot in enumerate(patient.expected[part].traces[0][: where.place]):

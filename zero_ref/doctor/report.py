@@ -43,6 +43,11 @@ class Departure:
         return self.places[0].parameter
 
     @property
+    def begins(self) -> tuple[str, str]:
+        """The phase and the parameter in which it begins."""
+        return self.phase, self.parameter
+
+    @property
     def rank(self) -> int:
         """The first rank on which that parameter departs."""
         return self.places[0].rank
@@ -270,7 +275,7 @@ def grouped(departures: Sequence[Departure]) -> list[list[Departure]]:
     """Lists of departures that begin in the same phase and parameter. The report shows the first in full."""
     by_place: dict[tuple[str, str], list[Departure]] = {}
     for one in departures:
-        by_place.setdefault((one.phase, one.parameter), []).append(one)
+        by_place.setdefault(one.begins, []).append(one)
     return list(by_place.values())
 
 

@@ -166,11 +166,12 @@ def together(names: Collection[str], shape: Shape, max_norm: float, own: bool) -
         return value if name in names else default
 
     steps = []
-    for number in range(8):
+    # Nobody sets a rate right after the load. In the last step rates are high, and everything trains.
+    for number, factor in enumerate((1.0, 0.5, 0.25, 0.5, None, None, 0.25, 1.0)):
         changes = {
             "micro": on("accumulation", MICRO if number % 3 != 1 else 1, 1),
             "max_norm": on("clipping", max_norm if number % 2 else None, None),
-            "factor": on("scheduler", 2.0 ** -(number % 4) if number not in (4, 5) else None, None),
+            "factor": on("scheduler", factor, None),
             "set_to_none": on("zero_grad", number not in (2, 5), True),
             "adds": on("group added", number == 1, False),
             "freezes": on("frozen layer", {2: True, 6: False}.get(number), None),
