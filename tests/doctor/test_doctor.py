@@ -19,7 +19,7 @@ from zero_ref.doctor.diagnose import NOISY_RUNS, _Doctor, plain_maker, shape_for
 from zero_ref.doctor.files import InFile, imported, options_from
 from zero_ref.doctor.model import Model, Shape, batch_for
 from zero_ref.doctor.on_rank import Case, added_options, is_deliberate
-from zero_ref.doctor.plain import Noise, PlainLoop
+from zero_ref.doctor.plain import Noise, Part, PlainLoop
 from zero_ref.doctor.program import as_program
 from zero_ref.doctor.reading import Patient, begins, read
 from zero_ref.doctor.report import Departure, NotTried, Raised, Report
@@ -272,6 +272,91 @@ def test_of_two_steps_a_shadow_tells_which_is_at_fault():
     assert hints == ("they moved 2 times as far as they should",)
 
 
+class Unshown(PlainLoop):
+    """Its gradients cannot be seen, as under a wrapper that keeps them, and `change` makes them others."""
+
+    def update(self, step):
+        grads = {name: self.reduced(name, step) for name in self.named()}
+        self.change(step)
+        self.before = grads
+        super().update(step)
+
+    def change(self, step):
+        pass
+
+    def change_each(self, change):
+        for name, param in self.named().items():
+            param.grad = change(name, param)
+
+    def note(self, step, phase, tensors):
+        super().note(step, phase, {} if phase in ("backward", "clip") else tensors)
+
+
+class UnshownSums(Unshown):
+    says = "gradients 2 times as large"
+
+    def change(self, step):
+        self.change_each(lambda name, param: 2 * param.grad)
+
+
+class UnshownLocal(Unshown):
+    says = "each rank's own gradients"
+
+    def change(self, step):
+        self.change_each(lambda name, param: self.local[self.rank][0][name])
+
+
+class UnshownNotClipped(Unshown):
+    trial, says = "clipping", "gradients that are not clipped"
+
+    def change(self, step):
+        self.change_each(lambda name, param: self.reduced(name, step))
+
+
+class UnshownZeros(Unshown):
+    trial, says = "unused parameters", "gradients of 0 where there are none"
+
+    def change(self, step):
+        self.change_each(lambda name, param: torch.zeros_like(param) if param.grad is None else param.grad)
+
+
+class UnshownStale(Unshown):
+    trial, says = "unused parameters", "the gradients of the step before where there are none"
+
+    def change(self, step):
+        self.change_each(lambda name, param: self.before[name] if param.grad is None else param.grad)
+
+
+class UnshownLate(Unshown):
+    says = "the gradients of the step before"
+
+    def change(self, step):
+        if step.number:
+            self.change_each(lambda name, param: self.late[name])
+        self.late = {name: self.reduced(name, step) for name in self.named()}
+
+
+class UnshownEmptied(Unshown):
+    trial, says = "save and load", "an empty state"
+
+    def change(self, step):
+        if step.reloads:
+            self.optimizer.state.clear()
+
+
+@pytest.mark.parametrize("kind", Unshown.__subclasses__(), ids=lambda kind: kind.__name__)
+def test_where_gradients_cannot_be_seen_the_values_say_which_they_were(kind):
+    case = case_of(getattr(kind, "trial", "plain"))
+    of_ranks = []
+    for rank in range(2):
+        loop = loop_of(case, kind)
+        loop.rank = rank
+        of_ranks.append(loop.play()[0].traces[rank])
+    where, hints = departure_of(case, [Part(of_ranks)])
+    assert where.phase == "step"
+    assert hints == (f"the values are those of the plain optimizer with {kind.says}",)
+
+
 # ---------------------------------------------------------------------------------------------- the trials
 
 
@@ -299,8 +384,7 @@ def test_any_two_things_meet_in_one_trial():
 
 @pytest.mark.parametrize(("ranks", "other"), [((2, 3), 3), ((4,), 2), ((2,), 4), ((3,), 2), ((1,), 2)])
 def test_another_world_size_is_an_even_one_if_the_first_is(ranks, other):
-    settings = (case_of("plain"), make, ranks, False, None, None, None, 1.0, False)
-    assert _Doctor(*settings).other(ranks[0]) == other
+    assert _Doctor(case_of("plain"), make, ranks).other(ranks[0]) == other
 
 
 # -------------------------------------------------------------------------------------------- the report

@@ -71,6 +71,22 @@ def test_every_wrong_program_departs_there_on_any_number_of_ranks(kind, ranks, s
     found_by(kind, ranks, seed)
 
 
+# In these trials a rank stops or waits where all things are together, or the trial is none of them.
+NOT_TOGETHER = {
+    *("RankZeros", "DividedByUsers", "NormOfLastMicroBatch", "TailNotReduced", "LargestOfRanks"),
+    *("AverageBeforeGather", "NoStartBroadcast", "MeanOfMeans", "WrongOwnerInHybrid"),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "kind", [k for k in WRONG if k.__name__ not in NOT_TOGETHER], ids=lambda k: k.__name__
+)
+def test_what_a_trial_shows_shows_also_where_all_things_are_together(kind):
+    report = examined(kind, ranks=(2,), only=["all together"], without=["different starts"])
+    assert [one.trial for one in report.departures] == ["all together"], str(report)
+
+
 def test_options_that_are_not_those_of_the_plain_loop_are_shown():
     plain = {"lr": 0.001, "weight_decay": planted.OPTIONS["weight_decay"]}
     (departure,) = examined(even, ranks=(2,), only=["plain"], options=plain).departures

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_ref import ShardedDataParallel, ZeroRedundancyOptimizer, reduce_to_owners
+from zero_ref.doctor import Program
+from zero_ref.doctor.adapters import FSDP2
 from zero_ref.doctor.watch import VARIABLE, watch
 from zero_ref.lab import ranks
 
@@ -106,13 +109,35 @@ OWNERS = {
 }
 
 
-def watched(make: Any, spoils: bool) -> list[str]:
+def trained(optimizer: Any, wrapper: Any, data: torch.Tensor, gamma: float | None = 0.9) -> None:
+    # torch's functions load no group that a scheduler has written into.
+    scheduler = None if gamma is None else torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
+    for inputs in data:
+        optimizer.zero_grad()
+        wrapper(inputs).square().mean().backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def watched(make: Any, spoils: bool = False, loads: str = "") -> list[str]:
     model, data = model_and_data()
     optimizer, wrapper = make(model)
+    if loads:
+        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(folder, 0)
+        kind = FSDP2 if hasattr(model, "set_requires_gradient_sync") else Program
+        trained(optimizer, wrapper, data, gamma=None)
+        kind(optimizer, model, wrapper).save(Path(folder[0]))
+        dist.barrier()
+        model, _ = model_and_data()
+        optimizer, wrapper = make(model)
+    if loads == "before":
+        kind(optimizer, model, wrapper).load(Path(folder[0]))
     if spoils:
         step = optimizer.step
 
-        def step_too_far(self: Any) -> None:
+        def step_too_far(self: Any, closure: Any = None) -> None:
             step()
             param = next(model.parameters())
             with torch.no_grad():
@@ -120,21 +145,59 @@ def watched(make: Any, spoils: bool) -> list[str]:
 
         optimizer.step = types.MethodType(step_too_far, optimizer)
     seen = watch(optimizer, model=model)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for inputs in data:
-        optimizer.zero_grad()
-        wrapper(inputs).square().mean().backward()
-        optimizer.step()
-        scheduler.step()
+    if loads == "after":
+        kind(optimizer, model, wrapper).load(Path(folder[0]))
+    trained(optimizer, wrapper, data)
     return [str(one) for one in seen.findings]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OWNERS)
 def test_owners_that_hold_parts_are_followed(name: str) -> None:
-    assert ranks.run(watched, 2, OWNERS[name], False, timeout=120) == [[], []]
+    assert ranks.run(watched, 2, OWNERS[name], timeout=120) == [[], []]
     (first, *_), _ = ranks.run(watched, 2, OWNERS[name], True, timeout=120)
     assert re.match(r"step 0, step: parameter 0 \(0.weight\) moved .* on the ranks \[0", first)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loads", ["before", "after"])
+@pytest.mark.parametrize("name", OWNERS)
+def test_the_shadow_begins_with_the_state_that_the_job_has_loaded(name: str, loads: str) -> None:
+    assert ranks.run(watched, 2, OWNERS[name], False, loads, timeout=120) == [[], []]
+
+
+class Hides(torch.optim.Optimizer):
+    """It keeps the optimizer that has the state where nobody looks for it."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.kept = torch.optim.AdamW(self.param_groups)
+
+    def step(self) -> None:
+        self.kept.step()
+
+    def state_dict(self) -> Any:
+        return self.kept.state_dict()
+
+    def load_state_dict(self, saved: Any) -> None:
+        self.kept.load_state_dict(saved)
+
+
+def loads_what_cannot_be_seen() -> list[str]:
+    model, data = model_and_data()
+    optimizer = Hides(model.parameters(), lr=0.05)
+    ddp = DDP(model)
+    trained(optimizer, ddp, data)
+    saved = optimizer.state_dict()
+    seen = watch(optimizer, ADAMW, model=model)
+    optimizer.load_state_dict(saved)
+    trained(optimizer, ddp, data)
+    return [str(one) for one in seen.findings]
+
+
+def test_where_loaded_state_cannot_be_seen_the_shadow_is_given_up(capfd: pytest.CaptureFixture[str]) -> None:
+    assert ranks.run(loads_what_cannot_be_seen, 2, timeout=120) == [[], []]
+    assert "the state that was loaded cannot be seen, so no step is compared" in capfd.readouterr().err
 
 
 class Masters(torch.optim.AdamW):

@@ -70,6 +70,7 @@ class Job:
     """A right loop: accumulation, clipping, a schedule, a group that is added, and a save that is loaded."""
 
     says: str | None = None
+    sharded: Any = Owners
     inner: Any = torch.optim.AdamW
 
     def run(self) -> list[str]:
@@ -102,7 +103,7 @@ class Job:
         pass
 
     def optimizer_of(self, model: nn.Module) -> Any:
-        return Owners(model.parameters(), self.inner, lr=0.05, weight_decay=0.1)
+        return self.sharded(model.parameters(), self.inner, lr=0.05, weight_decay=0.1)
 
     def load(self, state: Any, values: Any, extra: Any) -> None:
         self.model.load_state_dict(values)
@@ -230,10 +231,10 @@ class BroadcastIsLost(Owners):
 
 
 class BroadcastLost(Job):
-    says = r"step 0, step: parameter 2 \(2.weight\) moved 0.000 times as far .* on the ranks \[1\]"
-
-    def optimizer_of(self, model: nn.Module) -> Any:
-        return BroadcastIsLost(model.parameters(), self.inner, lr=0.05, weight_decay=0.1)
+    says, sharded = (
+        r"step 0, step: parameter 2 \(2.weight\) moved 0.000 times as far .* on the ranks \[1\]",
+        BroadcastIsLost,
+    )
 
 
 class SteppedTwice(Owners):
@@ -243,10 +244,10 @@ class SteppedTwice(Owners):
 
 
 class StepsTwice(Job):
-    says = r"step 0, step: parameter 0 \(0.weight\) moved [12]\.\d+ times as far .* on the ranks \[0, 1\]"
-
-    def optimizer_of(self, model: nn.Module) -> Any:
-        return SteppedTwice(model.parameters(), self.inner, lr=0.05, weight_decay=0.1)
+    says, sharded = (
+        r"step 0, step: parameter 0 \(0.weight\) moved [12]\.\d+ times as far .* on the ranks \[0, 1\]",
+        SteppedTwice,
+    )
 
 
 class TailNeverUpdated(Owners):
@@ -261,10 +262,10 @@ class TailNeverUpdated(Owners):
 
 
 class TailStays(Job):
-    says = r"step 0, step: parameter 2 \(2.weight\) moved .* element (18|19|20) is .*, 3 of 21 elements"
-
-    def optimizer_of(self, model: nn.Module) -> Any:
-        return TailNeverUpdated(model.parameters(), self.inner, lr=0.05, weight_decay=0.1)
+    says, sharded = (
+        r"step 0, step: parameter 2 \(2.weight\) moved .* element (18|19|20) is .*, 3 of 21 elements",
+        TailNeverUpdated,
+    )
 
 
 class Lossy(Owners):
@@ -280,10 +281,7 @@ class Lossy(Owners):
 
 
 class SchedulerLost(Job):
-    says = r"step 0, step: parameter 0 \(0.weight\) moved 1\.111 times as far"
-
-    def optimizer_of(self, model: nn.Module) -> Any:
-        return Lossy(model.parameters(), self.inner, lr=0.05, weight_decay=0.1)
+    says, sharded = r"step 0, step: parameter 0 \(0.weight\) moved 1\.111 times as far", Lossy
 
 
 class DecayLost(Job):
@@ -315,10 +313,7 @@ class AddedGroupStays(Owners):
 
 
 class AddedStays(Job):
-    says = r"step 2, step: parameter 4 moved 0.000 times as far"
-
-    def optimizer_of(self, model: nn.Module) -> Any:
-        return AddedGroupStays(model.parameters(), self.inner, lr=0.05, weight_decay=0.1)
+    says, sharded = r"step 2, step: parameter 4 moved 0.000 times as far", AddedGroupStays
 
 
 class RoundedWhenSent(Owners):
@@ -330,10 +325,7 @@ class RoundedWhenSent(Owners):
 
 
 class Rounds(Job):
-    says = r"step 0, step: parameter 0 \(0.weight\) moved"
-
-    def optimizer_of(self, model: nn.Module) -> Any:
-        return RoundedWhenSent(model.parameters(), self.inner, lr=0.05, weight_decay=0.1)
+    says, sharded = r"step 0, step: parameter 0 \(0.weight\) moved", RoundedWhenSent
 
 
 class MomentsReset(Job):

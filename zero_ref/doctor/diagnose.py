@@ -9,7 +9,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -298,29 +298,25 @@ def refused_alone(reasons: dict[int, str], met: lab_ranks.RankError | None = Non
     return lab_ranks.RankError(text, rank, summary, others)
 
 
+@dataclass
 class _Doctor:
-    """The settings that all trials share, and what was found so far."""
+    """The settings that all trials share, as `diagnose` has them, and what was found so far."""
 
-    def __init__(
-        self,
-        case: Case,
-        make: Make,
-        ranks: tuple[int, ...],
-        masters: bool,
-        gradients: torch.dtype | None,
-        accumulation: str | None,
-        backend: str | None,
-        timeout: float,
-        fresh: bool,
-    ) -> None:
-        self.case, self.make, self.ranks, self.masters = case, make, ranks, masters
-        self.gradients, self.accumulation = gradients, accumulation
-        self.backend, self.timeout, self.fresh, self.hangs = backend, timeout, fresh, 0
-        self.tried: list[tuple[str, int]] = []
-        self.departures: list[Departure] = []
-        self.raised: list[Raised] = []
-        self.not_tried: list[NotTried] = []
-        self.given: set[str] = set()
+    case: Case
+    make: Make
+    ranks: tuple[int, ...]
+    masters: bool = False
+    gradients: torch.dtype | None = None
+    accumulation: str | None = None
+    backend: str | None = None
+    timeout: float = 30.0
+    fresh: bool = False
+    hangs: int = 0
+    tried: list[tuple[str, int]] = field(default_factory=list)
+    departures: list[Departure] = field(default_factory=list)
+    raised: list[Raised] = field(default_factory=list)
+    not_tried: list[NotTried] = field(default_factory=list)
+    given: set[str] = field(default_factory=set)
 
     def other(self, number: int) -> int:
         """The number of ranks on which "another world size" loads: the next in `ranks`, or another one.

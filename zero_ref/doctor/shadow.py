@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ref.doctor.watched import Facts, Tensors
+from zero_ref.shard.buckets import flat_like, flat_view
 
 QUIET = 0.01
 """What moves less than this share of its tensor's largest step may be off as if it moved so far."""
@@ -73,6 +74,26 @@ class Shadow:
             grad.mul_(1.0 if factor is None else factor)
         return factor is not None
 
+    def take_state(self, params: Sequence[Any], keys: Sequence[str], group: dist.ProcessGroup | None) -> bool:
+        """Begin with the state that the job has, put together from the ranks' parts; return if there is any.
+
+        Args:
+            keys: of the state that the plain optimizer keeps of a parameter.
+            group: a group of Gloo. Collective: all its ranks.
+        """
+        state = dict[int, Facts]()
+        for number, (param, twin) in enumerate(zip(params, self.twins)):
+            for key, start, value in _of_ranks(self.parts.parts_of_state(param, keys), twin, group):
+                of_param = state.setdefault(number, {})
+                if start is None:
+                    of_param[key] = value
+                else:
+                    whole = of_param.setdefault(key, torch.zeros_like(twin, dtype=value.dtype).detach())
+                    flat_view(whole)[start : start + len(value)] = value
+        if state:
+            self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
+        return bool(state)
+
     def step(self) -> None:
         """Make the plain step."""
         with torch.enable_grad():
@@ -99,6 +120,41 @@ class Shadow:
                 if now.numel() in (1, was.numel()) and not torch.allclose(now, was, self.tolerance):
                     found.setdefault(key, (number, f"its norm is {now.norm():.6g} and was {was.norm():.6g}"))
         return found
+
+
+def _of_ranks(
+    parts: Sequence[tuple[int, int, Facts]], twin: torch.Tensor, group: dist.ProcessGroup | None
+) -> Iterator[tuple[str, int | None, Any]]:
+    """What the ranks' parts of one parameter's state have, each thing once, from the first rank that has it.
+
+    Yields:
+        The key, and elements in the order of memory with the number of the first one; or None and a value
+        that has not a number for each element.
+    """
+    mine, facts = [], []
+    for start, stop, values in parts:
+        tensors = {key: one for key, one in values.items() if isinstance(one, torch.Tensor)}
+        each = {key: one for key, one in tensors.items() if one.ndim and one.numel() == stop - start}
+        flat = flat_like if stop - start == twin.numel() else lambda one, _: one.flatten()
+        mine.append({key: flat(one, twin).cpu() for key, one in each.items()})
+        others = {k: tensors[k].cpu() if k in tensors else v for k, v in values.items() if k not in each}
+        facts.append((start, stop, {key: one.dtype for key, one in each.items()}, others))
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    of_ranks, seen = [facts] * size, set[tuple[str, int]]()
+    if group is not None:
+        dist.all_gather_object(of_ranks, facts, group=group)
+    for root, of_rank in enumerate(of_ranks):
+        for place, (start, stop, dtypes, others) in enumerate(of_rank):
+            yield from ((key, None, value) for key, value in others.items() if (key, start) not in seen)
+            new = {key: dtype for key, dtype in dtypes.items() if (key, start) not in seen}
+            seen.update((key, start) for key in [*others, *dtypes])
+            for key, dtype in new.items():
+                elements = torch.empty(stop - start, dtype=dtype)
+                if root == rank:
+                    elements.copy_(mine[place][key])
+                if group is not None:
+                    dist.broadcast(elements, group_src=root, group=group)
+                yield key, start, elements
 
 
 def departure(value: torch.Tensor, old: torch.Tensor, ought: torch.Tensor, tolerance: float) -> str | None:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ref.doctor.shadow import Shadow
-from zero_ref.doctor.watched import Facts, fingerprint, parts_of, plain_class, state_tensors, unwrapped
+from zero_ref.doctor.watched import Facts, fingerprint, kept_state, parts_of, plain_class, unwrapped
 from zero_ref.lab.patience import patience
 
 __all__ = ["watch", "Watch", "Finding", "VARIABLE"]
@@ -126,11 +126,13 @@ class Watch:
         self._shadow: Shadow | None = None
         self._saved_shadow: Any = None
         self._values: list[tuple[int, float]] = []  # of each parameter after a step: fingerprint, norm
-        self._loaded: list[Facts] | None = None
+        self._loaded: list[Facts] | None = None  # the options right after a load
+        self._has_loaded = False
         self._own: dict[str, Callable[..., Any]] = {}
         self._rank, self._size, self._group = 0, 1, None
         # A job may compile its step. What the watch does in it is left out of the compiled graph.
         self._phase: Callable[[Callable[[], None]], None] = torch.compiler.disable(self._guarded)
+        self._only_makes_state: Callable[[], bool] = torch.compiler.disable(self.parts.only_make_state)
         self._wait = timedelta(seconds=wait * patience())
         self.on = os.environ.get(VARIABLE) != "off"
         if not self.on:
@@ -174,6 +176,8 @@ class Watch:
     def _steps(self, *args: Any, **kwargs: Any) -> Any:
         if self.on and (args[0] if args else kwargs.get("closure")) is not None:
             self.say("a step with a closure is not watched: its gradients come inside", once="closure")
+            return self._own["step"](*args, **kwargs)
+        if self.on and self._only_makes_state():
             return self._own["step"](*args, **kwargs)
         self._phase(self._before)
         result = self._own["step"](*args, **kwargs)
@@ -234,7 +238,11 @@ class Watch:
         return f"{number} ({name})" if name else f"{number}"
 
     def _options(self) -> list[Facts]:
-        return [{key: str(value) for key, value in options.items()} for options, _ in self.parts.groups()]
+        # A save may turn a tuple into a list.
+        return [
+            {key: str(tuple(value) if isinstance(value, list) else value) for key, value in options.items()}
+            for options, _ in self.parts.groups()
+        ]
 
     # ----------------------------------------------------------------------------------------- before a step
 
@@ -338,7 +346,8 @@ class Watch:
     def _follow(self, used: Sequence[bool], add_up: bool) -> None:
         shadow = self._shadow
         if shadow is None:
-            kept = state_tensors(self.plain, self.parts.groups()[0][0])
+            keys = kept_state(self.plain, self.parts.groups()[0][0])
+            kept = sum(keys.values())
             sizes = [self.parts.numel(param) for param in self._params]
             least = 4 if self.masters else 0
             whole = sum(max(least, param.element_size()) * n for param, n in zip(self._params, sizes)) / 1e6
@@ -354,6 +363,10 @@ class Watch:
                     for key, (number, norms) in lost.items():
                         text = f"state {key} of parameter {self._named(number)} is not back on rank {rank}"
                         self._find("load", f"state {key}", f"{text}: {norms}")
+            elif not shadow.take_state(self._params, list(keys), self._group) and keys and self._has_loaded:
+                self.say("the state that was loaded cannot be seen, so no step is compared from here on")
+                self.steps, self._shadow = self._step, None
+                return
         if shadow.follow(used, add_up, self._group):
             self._gathered(shadow.step)
 
@@ -408,6 +421,9 @@ class Watch:
                 [(r, n) for r, each in pairs for n, (was, is_now) in enumerate(each) if was != is_now]
             )
         loads, tensors = all(one[0] for one in of_ranks), len(self._params) * self._size
+        self._has_loaded = any(one[0] for one in of_ranks)
+        if self._has_loaded:
+            self._shadow = None  # it begins anew
         if not notes or (not loads and min(map(len, lost_of)) == tensors):
             return  # the job starts afresh
         best = min(range(len(notes)), key=lambda number: (len(lost_of[number]), -notes[number]["step"]))

@@ -40,6 +40,17 @@ class Tensors:
         """The whole gradient; None if there is none. Collective: all ranks, if it is a DTensor."""
         return None if param.grad is None else self.value(param.grad)
 
+    def only_make_state(self) -> bool:
+        """Whether a step now would only make state: all rates are 0, and so is every gradient.
+
+        torch.distributed.checkpoint.state_dict makes such a step before it loads an optimizer's state.
+        """
+        groups = self.groups()
+        if not all(float(options.get("lr", 1.0)) == 0.0 for options, _ in groups):
+            return False
+        grads = [param.grad for _, params in groups for param in params if param.grad is not None]
+        return bool(grads) and not any(getattr(grad, "_local_tensor", grad).any() for grad in grads)
+
     def add_up(self) -> bool:
         """Whether each rank has other parts of gradients, and zeros or nothing elsewhere."""
         return False
@@ -60,6 +71,15 @@ class Tensors:
         """The optimizer's state of a parameter on this rank, as far as it is there."""
         return dict(getattr(self.inner, "state", {}).get(param, {}))
 
+    def parts_of_state(self, param: Any, keys: Sequence[str]) -> list[tuple[int, int, Facts]]:
+        """What this rank has of a parameter's state: the range of elements, and their state.
+
+        Collective: all ranks, if it is of DTensors.
+        """
+        state = self.state(param, keys)
+        whole = {k: self.value(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        return [(0, self.numel(param), whole)] if whole else []
+
     def masters(self) -> bool:
         """Whether the optimizer steps 32-bit copies of parameters of 16 bits."""
         return False
@@ -79,6 +99,10 @@ class Slices(Tensors):
     def add_up(self) -> bool:
         """Whether its backward reduced gradients to their owners."""
         return self.optimizer.backward.gradients is not WHOLE
+
+    def parts_of_state(self, param: Any, keys: Sequence[str]) -> list[tuple[int, int, Facts]]:
+        """Those of the slices that this rank owns."""
+        return [(one.start, one.stop, dict(one)) for one in self.optimizer.parts_of_state(param) if one]
 
     def value(self, tensor: Any) -> torch.Tensor:
         """The whole tensor, after the new parameters have arrived."""
@@ -257,18 +281,19 @@ def plain_class(optimizer: Any) -> Callable[..., Any]:
     return type(inner)
 
 
-def state_tensors(plain: Callable[..., Any], options: Facts) -> int:
-    """The number of tensors, each as large as the parameter, that the plain optimizer keeps of one.
+def kept_state(plain: Callable[..., Any], options: Facts) -> dict[str, bool]:
+    """What the plain optimizer keeps of a parameter, by key: whether it is a tensor as large as that.
 
-    >>> state_tensors(torch.optim.AdamW, {}), state_tensors(torch.optim.SGD, {"momentum": 0.9})
-    (2, 1)
+    >>> kept_state(torch.optim.AdamW, {})
+    {'step': False, 'exp_avg': True, 'exp_avg_sq': True}
     """
     param = nn.Parameter(torch.zeros(3, 2))
     param.grad = torch.ones(3, 2)
     made = plain([options | {"params": [param]}])
     with torch.enable_grad():
         made.step()
-    return sum(isinstance(one, torch.Tensor) and one.numel() == 6 for one in made.state[param].values())
+    state = made.state[param].items()
+    return {key: isinstance(one, torch.Tensor) and one.numel() == param.numel() for key, one in state}
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
