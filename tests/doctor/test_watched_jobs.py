@@ -120,15 +120,18 @@ def trained(optimizer: Any, wrapper: Any, data: torch.Tensor, gamma: float | Non
             scheduler.step()
 
 
-def watched(make: Any, spoils: bool = False, loads: str = "") -> list[str]:
+def watched(make: Any, spoils: bool = False, loads: str = "", records: bool = False) -> list[str]:
     model, data = model_and_data()
     optimizer, wrapper = make(model)
+    record = None
     if loads:
         folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(folder, 0)
+        record = Path(folder[0], "notes") if records else None
         kind = FSDP2 if hasattr(model, "set_requires_gradient_sync") else Program
-        trained(optimizer, wrapper, data, gamma=None)
-        kind(optimizer, model, wrapper).save(Path(folder[0]))
+        with watch(optimizer, model=model, record=record):
+            trained(optimizer, wrapper, data, gamma=None)
+            kind(optimizer, model, wrapper).save(Path(folder[0]))
         dist.barrier()
         model, _ = model_and_data()
         optimizer, wrapper = make(model)
@@ -144,7 +147,7 @@ def watched(make: Any, spoils: bool = False, loads: str = "") -> list[str]:
                 getattr(param, "_local_tensor", param).mul_(1.5)
 
         optimizer.step = types.MethodType(step_too_far, optimizer)
-    seen = watch(optimizer, model=model)
+    seen = watch(optimizer, model=model, record=record)
     if loads == "after":
         kind(optimizer, model, wrapper).load(Path(folder[0]))
     trained(optimizer, wrapper, data)
@@ -160,10 +163,11 @@ def test_owners_that_hold_parts_are_followed(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("loads", ["before", "after"])
 @pytest.mark.parametrize("name", OWNERS)
-def test_the_shadow_begins_with_the_state_that_the_job_has_loaded(name: str, loads: str) -> None:
-    assert ranks.run(watched, 2, OWNERS[name], False, loads, timeout=120) == [[], []]
+def test_a_job_that_has_loaded_is_followed(name: str, loads: str, records: bool) -> None:
+    assert ranks.run(watched, 2, OWNERS[name], False, loads, records, timeout=120) == [[], []]
 
 
 class Hides(torch.optim.Optimizer):

@@ -401,13 +401,14 @@ class Watch:
         self._begins, loaded, self._loaded, self._saved_shadow = False, self._loaded, None, None
         notes: list[Facts] = []
 
-        def now() -> tuple[bool, list[Facts], list[tuple[int, float]]]:
+        def now() -> tuple[bool, list[Facts], list[tuple[int, float]], bool]:
             files = sorted(self.record.glob("step-*.pt")) if self.record is not None else ()
             notes.extend(torch.load(file, weights_only=True) for file in files)
             return (
                 loaded is not None,
                 loaded or self._options(),
                 list(map(_print, map(self.parts.value, self._params))),
+                bool(self.parts.parts_of_state(self._params[0], ())),
             )
 
         of_ranks = self._gathered(now)
@@ -415,7 +416,7 @@ class Watch:
         lost_of = []
         for note in notes:
             pairs = [
-                (rank, list(zip(note["values"], values))) for rank, (_, _, values) in enumerate(of_ranks)
+                (rank, list(zip(note["values"], values))) for rank, (_, _, values, _) in enumerate(of_ranks)
             ]
             lost_of.append(
                 [(r, n) for r, each in pairs for n, (was, is_now) in enumerate(each) if was != is_now]
@@ -429,7 +430,7 @@ class Watch:
         best = min(range(len(notes)), key=lambda number: (len(lost_of[number]), -notes[number]["step"]))
         lost, note = lost_of[best], notes[best]
         self._shadow, self._step, self._saved_shadow = None, note["step"], note["shadow"]
-        if not loads:
+        if not loads and not any(has_state for *_, has_state in of_ranks):
             self._find(
                 "load", "none", "the parameters are those of a save, and load_state_dict was not called"
             )
@@ -441,7 +442,7 @@ class Watch:
                 "values",
                 f"parameter {self._named(number)} is not back on rank {rank}: {norms}{others}",
             )
-        for rank, (_, options, _) in enumerate(of_ranks):
+        for rank, (_, options, *_) in enumerate(of_ranks):
             self._differing("load", options, note["options"], f" on rank {rank}", " when it was saved")
 
 
