@@ -12,8 +12,8 @@ from zero_ref.doctor.trace import Phase, Snapshot
 
 SAFETY = 8.0
 """An element's largest deviation of several runs with noise, times this, is what rounding explains there. The
-noise is at least half of its bound, so the largest of six runs is no less than a third of what a right
-program has, but for the luck of opposite signs."""
+noise is at least half of its bound, and every second run has the opposite noise, so the largest deviation is
+no less than a third of what a right program has."""
 LAST_PLACES = 8.0
 """The units in the last place of an element, at its largest so far, that rounding explains in any case."""
 SHORT_SAFETY, SHORT_PLACES = 4.0, 1.5

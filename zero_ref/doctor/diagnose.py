@@ -38,7 +38,8 @@ from zero_ref.lab import ranks as lab_ranks
 from zero_ref.lab.patience import patience
 
 NOISY_RUNS = 6
-"""Runs of the plain loop with noise, from which the bound is taken (`compare.SAFETY` says how)."""
+"""Runs of the plain loop with noise, in pairs with opposite noise, from which the bound is taken
+(`compare.SAFETY` says how)."""
 MOST_HANGS = 2
 """Trials that may hang before the rest is not tried. Each of them waits for the whole time-out."""
 LEFT_OUT = "left out"

@@ -36,17 +36,19 @@ class Noise:
     """Noise that every correct program may have: the order of sums, and the last bit of an update.
 
     Args:
-        seed: another seed, other bits.
+        seed: another seed, other bits. Those of an odd one are the opposite of those of the even one before:
+            where gradients cancel, one of the two has the other sign, and Adam steps the other way.
         gradients: the dtype in which gradients may be rounded; None: their own.
     """
 
     def __init__(self, seed: int, gradients: torch.dtype | None = None) -> None:
-        self.generator, self.gradients = torch.Generator().manual_seed(seed), gradients
+        self.generator, self.sign = torch.Generator().manual_seed(seed // 2), -1 if seed % 2 else 1
+        self.gradients = gradients
 
     def units(self, shape: torch.Size) -> torch.Tensor:
         """Numbers between 1/2 and 1 of either sign: no element is left as it was."""
         size = torch.rand(shape, generator=self.generator, dtype=torch.float64) / 2 + 0.5
-        return size * (2 * torch.randint(2, shape, generator=self.generator) - 1)
+        return self.sign * size * (2 * torch.randint(2, shape, generator=self.generator) - 1)
 
     @torch.no_grad()
     def move(self, tensor: torch.Tensor) -> None:
