@@ -5,8 +5,9 @@
 
 Before each step the ranks compare what must be equal on all of them: parameters, gradients and options. Then
 a **shadow**, the plain optimizer with whole state on every rank, is given the job's own parameters, gradients
-and options, and makes the step that the job ought to make. After the step the two are compared. With
-`record=` each save is noted, and after a resume the watch says what is not back.
+and options, and makes the step that the job ought to make. After the step the two are compared. The shadow
+begins with the state that the job's optimizer has. With `record=` each save is noted, and after a resume the
+watch says what is not back.
 
 Gradients that are wrong alike on all ranks, such as sums in place of averages, are not seen: `zero-ref
 doctor` compares them with one process that has all the data.
