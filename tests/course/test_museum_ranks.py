@@ -45,11 +45,8 @@ def test_every_exhibit_is_found_on_some_number_of_ranks(name: str, run: tuple[in
 
 
 @pytest.mark.parametrize("name", EXHIBITS)
-def test_a_mended_exhibit_is_among_the_right_programs_and_plays_its_trial_there(name: str) -> None:
-    exhibit = EXHIBITS[name]
-    played = [plain.get("without", ()) for program, plain in RIGHT.values() if program is exhibit.mended]
-    assert played
-    assert not any(exhibit.trial in without for without in played)
+def test_a_mended_exhibit_is_among_the_right_programs(name: str) -> None:
+    assert any(program is EXHIBITS[name].mended for program, _ in RIGHT.values())
 
 
 def assert_silent(report: Report) -> None:

@@ -33,11 +33,12 @@ OF_FSDP2 = (
 )
 REFUSED = {
     **dict.fromkeys(("FSDP2", "a mesh of two dimensions", "bfloat16 by a policy"), OF_FSDP2),
-    "may change": ("group added",),
-    "gradients to owners": ("exception",),
+    **dict.fromkeys(("torch's ZeRO", "torch's ZeRO, buckets"), ("mixed dtypes",)),
+    **dict.fromkeys(("ShardedDataParallel", "new parameters in forward", "may change"), ("group added",)),
+    "gradients to owners": ("exception", "group added"),
     "bfloat16 on the way": ("frozen layer", "unused on a rank", "unused parameters"),
 }
-"""What a program refuses by its own error, beside what `RIGHT` says: nothing else is left out."""
+"""What a program refuses by its own error; nothing else is left out."""
 
 
 class Watched(Player):
@@ -66,7 +67,7 @@ def is_silent(name: str) -> None:
     factory, plain = RIGHT[name]
     make = plain_maker(plain.get("from_plain"), plain.get("options"), plain.get("reference"))
     shape, optimizer = shape_for(make, 0)
-    left = {"different starts", *plain.get("without", ()), *REFUSED.get(name, ())}
+    left = {"different starts", *REFUSED.get(name, ())}
     names = [trial.name for trial in make_trials() if not trial.needs and trial.name not in left]
     trial = together(names, shape, MAX_NORM, own=False)
     case = Case(trial, factory, seed=0, added_options=added_options(optimizer))
