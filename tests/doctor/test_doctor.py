@@ -269,7 +269,7 @@ def test_of_two_steps_a_shadow_tells_which_is_at_fault():
     assert "which is the number of ranks" in hints[0]
     where, hints = departure_of(case, loop_of(case, Longer).play())
     assert (where.phase, where.places[0].kind) == ("step", "value")
-    assert hints == ("they moved 2 times as far as they should",)
+    assert hints == ("in first.weight: they moved 2 times as far as they should",)
 
 
 class Unshown(PlainLoop):

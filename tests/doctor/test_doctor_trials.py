@@ -42,7 +42,7 @@ def test_a_sharded_optimizer_is_healthy_in_all_trials():
 # -------------------------------------------------------------------------------------- wrong programs
 
 QUICK = {"BroadcastLost", "NormWithoutTail", "RateNotLoaded", "MeanOfMeans"}
-WRONG = (*planted.PLANTED, *wrong_programs.KINDS, *wrong_programs.FURTHER)
+WRONG = (*planted.PLANTED, *wrong_programs.KINDS, *wrong_programs.FURTHER, *wrong_programs.BY_READERS)
 RUNS = [(kind, 2 + number % 3, 1 + number % 4) for number, kind in enumerate(WRONG)]
 """Each on 2, 3 or 4 ranks, by turns, with one of four seeds."""
 
@@ -75,6 +75,7 @@ def test_every_wrong_program_departs_there_on_any_number_of_ranks(kind, ranks, s
 NOT_TOGETHER = {
     *("RankZeros", "DividedByUsers", "NormOfLastMicroBatch", "TailNotReduced", "LargestOfRanks"),
     *("AverageBeforeGather", "NoStartBroadcast", "MeanOfMeans", "WrongOwnerInHybrid"),
+    *("ClipsAlways", "BuffersNotLoaded"),
 }
 
 
@@ -85,6 +86,21 @@ NOT_TOGETHER = {
 def test_what_a_trial_shows_shows_also_where_all_things_are_together(kind):
     report = examined(kind, ranks=(2,), only=["all together"], without=["different starts"])
     assert [one.trial for one in report.departures] == ["all together"], str(report)
+
+
+def with_masters(model):
+    ddp = DDP(model)
+    return ZeroRedundancyOptimizer(
+        ddp.parameters(), ADAMW, master_dtype=torch.float32, **planted.OPTIONS
+    ), ddp
+
+
+def test_a_program_without_the_masters_that_it_should_have_departs():
+    settings = {"masters": True, "ranks": (2,), "only": ["mixed dtypes"]}
+    assert examined(with_masters, **settings).healthy
+    (departure,) = examined(even, **settings).departures
+    assert departure.phase == "step"
+    assert {name.split(".")[0] for name in departure.parameters} <= {"third", "tiny"}
 
 
 def test_options_that_are_not_those_of_the_plain_loop_are_shown():

@@ -139,7 +139,8 @@ RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "DDP": (Wrapped, ADAMW),
     "torch's ZeRO": (torchs_zero, ADAMW),
     "torch's ZeRO, buckets": (partial(torchs_zero, parameters_as_bucket_view=True), ADAMW),
-    "FSDP2": (Fsdp2, ADAMW),
+    # torch clips no DTensors together with other gradients.
+    "FSDP2": (Fsdp2, {**ADAMW, "without": ("group added",)}),
     **{f"partition {rule}": (partial(ours, partition=rule), ADAMW) for rule in RULES},
     "buckets": (partial(ours, partition="even", parameters_as_bucket_view=True), ADAMW),
     "momentum": (momentum, SGD),
@@ -313,6 +314,20 @@ def summed(model, batch):
     return nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum")
 
 
+def of_all_tokens(model, batch):
+    """The sum over a rank's tokens, divided by the mean number of tokens of all ranks."""
+    total = nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum")
+    count, ranks = torch.tensor(float(batch[1].numel())), 1
+    if isinstance(model, DistributedDataParallel):
+        ranks = dist.get_world_size()
+        dist.all_reduce(count)
+    return total * ranks / count
+
+
+def uneven_points(rank, number):
+    return tuple(tensor[: 3 + 2 * rank] for tensor in points(rank, number))
+
+
 ADAM = {"from_plain": torch.optim.Adam, "options": {"lr": 0.01}}
 POINTS = {"batch": points, "loss": squared}
 RIGHT |= {
@@ -335,6 +350,7 @@ RIGHT |= {
     "tied weights": (tied, DECAYING | {"batch": even_tokens, "loss": token_loss}),
     "batch norm": (with_batch_norm, DECAYING | POINTS),
     "a frozen layer": (frozen_base, DECAYING | POINTS),
+    "tokens in the loss": (zero_tutorial, ADAM | {"batch": uneven_points, "loss": of_all_tokens}),
     "a sum as loss": (ddp_tutorial, {"from_plain": torch.optim.SGD, "options": {"lr": 0.001}} | POINTS
                       | {"loss": summed}),
 }  # fmt: skip

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from library.planted import OPTIONS, Hooked
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from zero_ref.doctor.program import averaged, whole
+from zero_ref.doctor.program import Program, averaged, whole
 from zero_ref.doctor.trials import MAX_NORM
 
 # --------------------------------------------------------------- the kinds that were called healthy
@@ -482,6 +483,31 @@ class LoadedAsTheFirst(Hooked):
             elif state:
                 first[param.shape] = state
 
+
+class ClipsAlways(Hooked):
+    """It also scales up gradients whose norm is below the limit."""
+
+    trial, phase, words = "clipping", "clip", "and their norm is below the limit"
+
+    def clip(self, max_norm):
+        norm = nn.utils.get_total_norm([param.grad for param in self.everything()])
+        for param in self.everything():
+            param.grad.mul_(max_norm / norm)
+
+
+class BuffersNotLoaded(Program):
+    trial, phase, words = "buffers", "forward", "loss"
+
+    def __init__(self, model):
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        super().__init__(torch.optim.AdamW(ddp.parameters(), **OPTIONS), model, ddp)
+
+    def set_values(self, values, buffers):
+        super().set_values(values, dict(self.model.named_buffers()))
+
+
+BY_READERS = ClipsAlways, BuffersNotLoaded
+"""Mistakes that readers wrote after the doctor was built, and that it called healthy."""
 
 FURTHER = (
     ClippedBeforeUnscaling, OneTensorSummed, SkipsAlone, DecaysTwice, CountsMicroBatches, OneStepLate,

@@ -12,8 +12,8 @@ from zero_ref.doctor.trace import Phase, Snapshot
 
 SAFETY = 8.0
 """An element's largest deviation of several runs with noise, times this, is what rounding explains there. The
-noise is at least half of its bound, and every second run has the opposite noise, so the largest deviation is
-no less than a third of what a right program has."""
+noise is at least half of its bound, so the largest of six runs is no less than a third of what a right
+program has, but for the luck of equal signs: `diagnose.FEW` says what is done about it."""
 LAST_PLACES = 8.0
 """The units in the last place of an element, at its largest so far, that rounding explains in any case."""
 SHORT_SAFETY, SHORT_PLACES = 4.0, 1.5
@@ -31,7 +31,7 @@ class Place:
         kind: "value", "gradient", "loss" or "average": what departs.
         start, stop: the first element that departs and one past the last, in the flattened parameter.
         departing: how many elements between them do.
-        observed, expected: the values where the difference is the most times what rounding explains.
+        observed, expected: the values where they differ most.
             `observed` is None if the program has no tensor of this name, or one of another shape.
         allowed: the difference that rounding explains there.
         ratio: of the observed elements that depart to the expected ones, if all have the same; else None.
@@ -136,10 +136,13 @@ def first_departure(observed: Sequence[Part], expected: Sequence[Part], bounds: 
     """The first snapshot of values, averages or losses that departs; None if none does."""
     for number, (ours, plain) in enumerate(zip(observed, expected)):
         for place, snapshot in enumerate(plain.traces[0]):
-            if not snapshot.of_gradients:
-                places = tuple(places_in(ours, plain, place, bounds[number]))
-                if places:
-                    return Where(number, place, snapshot.step, snapshot.phase, places)
+            if snapshot.of_gradients or not (places := tuple(places_in(ours, plain, place, bounds[number]))):
+                continue
+            if snapshot.phase == "average":  # it may only show what the values after the step do
+                following = tuple(places_in(ours, plain, place + 1, bounds[number]))
+                if following:
+                    return Where(number, place + 1, snapshot.step, "step", following)
+            return Where(number, place, snapshot.step, snapshot.phase, places)
     return None
 
 
@@ -178,8 +181,7 @@ def _place(
     where = differs.nonzero().flatten()
     ours, plain = values.double().flatten(), right.double().flatten()
     allowed = bound.expand(right.shape).flatten()
-    times = ((ours - plain).abs() / allowed.clamp(min=1e-300)).nan_to_num(float("inf"), float("inf"))
-    at = int(where[times[where].argmax()])
+    at = int(where[(ours - plain).abs().nan_to_num(torch.inf)[where].argmax()])
     return Place(
         name, rank, kind, int(where[0]), int(where[-1]) + 1, right.numel(), len(where),
         values.flatten()[at].item(), right.flatten()[at].item(), float(allowed[at]),

@@ -110,7 +110,8 @@ class Model(nn.Module):
         if self.counts:
             parts.append(self.seen.sum())
             with torch.no_grad():
-                self.seen.add_(batch["first"]["weight"][0, :3].to(self.seen.device).sign())
+                # Never 0 in sum, so that counts that were lost show.
+                self.seen.add_(batch["first"]["weight"][0, :3].to(self.seen.device).sign() + 2)
         return torch.stack(parts).sum()
 
 

@@ -42,6 +42,7 @@ class Case:
         batch: of (rank, number), where the program has a model of its own.
         first, last: the steps to play, from `first` up to and without `last`.
         added_options: of the group that is added.
+        added_alike: in the added layer all ranks count alike, since the doctor's own method averages it.
     """
 
     trial: Trial
@@ -54,6 +55,7 @@ class Case:
     last: int = 1 << 30
     folder: str = ""
     added_options: dict[str, Any] = field(default_factory=dict)
+    added_alike: bool = False
 
     def data(self, step: Step, micro: int, rank: int) -> Any:
         """A rank's batch of a step."""
@@ -147,11 +149,13 @@ class Played:
     Attributes:
         module: where the program has a model of its own, a copy of it as it was at first.
         given: what a shim gave to the program, because Gloo lacks it.
+        averages_added: whether the program averages the added layer's gradients by the doctor's own method.
     """
 
     trace: Trace
     module: Any = None
     given: frozenset[str] = frozenset()
+    averages_added: bool = False
 
 
 class Player:
@@ -179,7 +183,8 @@ class Player:
                 self.program = self.make()
                 self.load(Path(case.folder, "again"), step.number)
             self.play(step)
-        return Played(self.trace, module)
+        own = type(self.program).end_of_backward is Program.end_of_backward
+        return Played(self.trace, module, averages_added=own)
 
     def make(self) -> Program:
         """A new program."""

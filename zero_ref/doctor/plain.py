@@ -36,14 +36,14 @@ class Noise:
     """Noise that every correct program may have: the order of sums, and the last bit of an update.
 
     Args:
-        seed: another seed, other bits. Those of an odd one are the opposite of those of the even one before:
-            where gradients cancel, one of the two has the other sign, and Adam steps the other way.
+        seed: another seed, other bits.
         gradients: the dtype in which gradients may be rounded; None: their own.
+        opposite: the same noise with the other sign.
     """
 
-    def __init__(self, seed: int, gradients: torch.dtype | None = None) -> None:
-        self.generator, self.sign = torch.Generator().manual_seed(seed // 2), -1 if seed % 2 else 1
-        self.gradients = gradients
+    def __init__(self, seed: int, gradients: torch.dtype | None = None, opposite: bool = False) -> None:
+        self.generator, self.gradients = torch.Generator().manual_seed(seed), gradients
+        self.sign = -1 if opposite else 1
 
     def units(self, shape: torch.Size) -> torch.Tensor:
         """Numbers between 1/2 and 1 of either sign: no element is left as it was."""
@@ -231,8 +231,10 @@ class PlainLoop:
         """
         total: torch.Tensor | None = None
         sizes: torch.Tensor | float = 0.0
+        alike = self.case.added_alike and name.startswith("added.")
         for of_rank, weights in zip(self.local, self.weights):
             for micro, weight in zip(of_rank, weights):
+                weight = 1 / (self.ranks * step.micro) if alike else weight
                 if (grad := micro.get(name)) is not None:
                     part = grad * weight
                     total, sizes = part if total is None else total + part, sizes + part.abs().double()

@@ -125,7 +125,8 @@ class Program:
     def end_of_backward(self) -> None:
         """Called after the last backward of a step: average the gradients that nothing else averages.
 
-        These are those of the added layer, and with `averaged_by="doctor"` all.
+        These are those of the added layer, and with `averaged_by="doctor"` all. A program whose `backward`
+        or hooks divide the loss or weight it by tokens overrides this, so that the added layer fits.
 
         Collective: all ranks.
         """
@@ -404,7 +405,10 @@ def as_program(returned: Any, model: nn.Module | None, loss: Loss | None) -> Pro
     too_many = len(modules) > 2 or (model is not None and len(modules) == 2 and modules[0] is not model)
     if len(optimizers) != 1 or too_many or len(modules) + len(optimizers) != len(parts):
         kinds = ", ".join(type(part).__name__ for part in parts)
-        raise TypeError(f"the factory returned ({kinds}): return {expected} or a doctor.Program.")
+        raise TypeError(
+            f"the factory returned ({kinds}): return {expected} or a doctor.Program; a wrapper is a "
+            "torch.nn.Module."
+        )
     if model is None:
         if not modules:
             raise TypeError(

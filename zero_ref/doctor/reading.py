@@ -149,8 +149,17 @@ def _fed(patient: Patient, rank: int) -> dict[int, Tensors]:
     return {step: patient.seen(step, rank, *GRADIENTS) for step in steps}
 
 
-def obeyed(patient: Patient, feeds: Sequence[dict[int, Tensors]], emptied: int | None = None) -> bool:
-    """Whether every element that departs is as some rank's shadow has it."""
+def obeyed(
+    patient: Patient,
+    feeds: Sequence[dict[int, Tensors]],
+    emptied: int | None = None,
+    everywhere: bool = False,
+) -> bool:
+    """Whether every element that departs is as some rank's shadow has it.
+
+    Args:
+        everywhere: so is every other element of the tensors that depart.
+    """
     shadows = [shadow(patient, feed, emptied) for feed in feeds]
     for place in patient.where.places:
         name = place.parameter
@@ -159,6 +168,7 @@ def obeyed(patient: Patient, feeds: Sequence[dict[int, Tensors]], emptied: int |
         left = differing(ours, right, patient.bound[name])
         if left is None or ours is None:
             return False
+        left = torch.ones_like(left) if everywhere else left
         for supposed in shadows:
             value = supposed.get(name)
             if value is None or value.shape != ours.shape:
@@ -332,6 +342,8 @@ def _of_clip(patient: Patient) -> Iterator[str]:
         if max(values) - min(values) > CLOSE * max(map(abs, values)):
             shown = ", ".join(f"{name} {one:.4g}" for name, one in _distinct(found)[:4])
             text = f"gradients are scaled by different factors: {shown}; right is {wanted:.4g} for all"
+        elif wanted == 1:
+            text = f"all gradients are multiplied by {values[0]:.4g}, and their norm is below the limit"
         elif abs(values[0] - 1) <= CLOSE * wanted:
             text = f"gradients are not scaled; right is a factor of {wanted:.4g}"
         else:
@@ -388,7 +400,8 @@ def _norm_in_words(norm: float, right: float, before: Tensors, patient: Patient,
 
 def _of_step(patient: Patient) -> Iterator[str]:
     step, ranks = patient.where.step, patient.ranks
-    moves = tuple(_of_move(patient, patient.where.places[0]))
+    place = patient.where.places[0]
+    moves = tuple(f"in {place.parameter}: {text}" for text in _of_move(patient, place))
     yield from (*moves, *_of_options(patient))
     if moves:
         return
@@ -414,19 +427,20 @@ def _of_step(patient: Patient) -> Iterator[str]:
             None,
         ),
         "gradients that are not clipped": ([patient.right(step, "backward")], None),
+        "no gradients": ([dict.fromkeys(right)], None),
     }
-    if step:
-        earlier = patient.right(step - 1, *GRADIENTS)
+    earlier = patient.right(step - 1, *GRADIENTS)
+    if {place.parameter for place in patient.where.places} <= earlier.keys():
         stale = right | {n: earlier.get(n) for n in none}
         tried["the gradients of the step before where there are none"] = [stale], None
         tried["the gradients of the step before"] = [{n: earlier.get(n) for n in right.keys() - none}], None
     found = [
         name
         for name, (feeds, emptied) in tried.items()
-        if obeyed(patient, [{step: feed} for feed in feeds], emptied)
+        if obeyed(patient, [{step: feed} for feed in feeds], emptied, everywhere=True)
     ]
-    if found and len(found) < len(tried):
-        yield f"the values are those of the plain optimizer with {' or with '.join(found)}"
+    if len(found) == 1:
+        yield f"the values are those of the plain optimizer with {found[0]}"
 
 
 def _of_move(patient: Patient, place: Place) -> Iterator[str]:
@@ -506,7 +520,7 @@ def _of_values(patient: Patient) -> Iterator[str]:
     if ours is not None and differs is not None:
         stale = _stale(patient, ours, differs, place.parameter)
         if stale is not None:
-            yield stale
+            yield f"in {place.parameter}: {stale}"
     if patient.where.phase == "start" and patient.ranks > 1:
         yield "ranks begin with different values, and rank 0's are not sent to all"
 

@@ -43,9 +43,9 @@ class Departure:
         return self.places[0].parameter
 
     @property
-    def begins(self) -> tuple[str, str]:
-        """The phase and the parameter in which it begins."""
-        return self.phase, self.parameter
+    def begins(self) -> tuple[str, tuple[str, ...]]:
+        """The phase and the parameters in which it begins."""
+        return self.phase, self.parameters
 
     @property
     def rank(self) -> int:
@@ -68,7 +68,8 @@ class Departure:
         lines = [f"{self.trial}: departs in step {self.step}, in {self.phase}, on {ranks}"]
         shown = list({place.parameter: place for place in reversed(self.places)}.values())[::-1]
         for place in shown[:SHOWN_PLACES]:
-            lines += [f"  {place.kind} of {place.parameter}, {place.elements}", f"    {_difference(place)}"]
+            what = "loss" if place.kind == "loss" else f"{place.kind} of {place.parameter}"
+            lines += [f"  {what}, {place.elements}", f"    {_difference(place)}"]
         if len(shown) > SHOWN_PLACES:
             lines.append(f"  and {len(shown) - SHOWN_PLACES} more")
         return "\n".join([*lines, *(f"  {hint}" for hint in self.hints)])
@@ -80,9 +81,7 @@ def _difference(place: Place) -> str:
     values = f"rank {place.rank} has {place.observed:.7g} and not {place.expected:.7g}"
     if not isfinite(place.observed):
         return values
-    ratio = (
-        f", {place.ratio:.4g} times in each of them" if place.ratio is not None and place.numel > 1 else ""
-    )
+    ratio = f", {place.ratio:.4g} times in each of them" if place.ratio and place.departing > 1 else ""
     off = f"off by {place.observed - place.expected:.3g}, and rounding explains {place.allowed:.1g}"
     return f"{values}{ratio}: {off}"
 
@@ -272,15 +271,15 @@ class Report:
 
 
 def grouped(departures: Sequence[Departure]) -> list[list[Departure]]:
-    """Lists of departures that begin in the same phase and parameter. The report shows the first in full."""
-    by_place: dict[tuple[str, str], list[Departure]] = {}
+    """Lists of departures that begin in the same phase and parameters. The report shows the first in full."""
+    by_place: dict[tuple[str, tuple[str, ...]], list[Departure]] = {}
     for one in departures:
         by_place.setdefault(one.begins, []).append(one)
     return list(by_place.values())
 
 
 def _also(departures: Sequence[Departure]) -> list[str]:
-    """A line that names these trials, which depart in the same phase and parameter; none if empty."""
+    """A line that names these trials, which depart in the same phase and parameters; none if empty."""
     of_trial: dict[str, list[str]] = {}
     for one in departures:
         of_trial.setdefault(one.trial, []).append(str(one.ranks))

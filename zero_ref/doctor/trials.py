@@ -17,6 +17,8 @@ OWN_MAX_NORM = 2.0**-6
 """The same for a model of the program's own, whose gradients are as large as its loss makes them."""
 ADDED = (6, 4)
 """Rows and columns of the layer that is added as a group."""
+SMALL_STEPS = 16
+"""The steps at a low rate that only masters can add up: each is less than the last bit of 16."""
 FROZEN, UNUSED = "later", "second"
 """The layers that some trials freeze, or do not use."""
 
@@ -84,7 +86,9 @@ class Trial:
     needs: tuple[str, ...] = ()
 
 
-def make_trials(steps: int = 5, shape: Shape | None = None, max_norm: float = MAX_NORM) -> tuple[Trial, ...]:
+def make_trials(
+    steps: int = 5, shape: Shape | None = None, max_norm: float = MAX_NORM, masters: bool = False
+) -> tuple[Trial, ...]:
     """All trials but "all together", the simplest first.
 
     >>> [trial.name for trial in make_trials()][:3]
@@ -94,6 +98,7 @@ def make_trials(steps: int = 5, shape: Shape | None = None, max_norm: float = MA
         steps: the number of steps of each trial; at least 3, so that something can happen between two steps.
         shape: the model, which some trials change; None: the standard one.
         max_norm: the limit for clipping.
+        masters: there are 32-bit copies of 16-bit parameters, so that small steps add up.
     Raises:
         ValueError: there are fewer than 3 steps.
     """
@@ -113,11 +118,13 @@ def make_trials(steps: int = 5, shape: Shape | None = None, max_norm: float = MA
     scheduled = tuple(replace(step, factor=2.0 ** -(step.number % 4)) for step in base)
     # The last rate before the save is not the first one, and nobody sets another after the load.
     before = tuple(replace(step, factor=0.5 if step.number < middle else None) for step in base)
+    small = tuple(Step(number, factor=2.0**-5) for number in range(steps, steps + SMALL_STEPS))
     load, group, rates = "save and load", "group added", "scheduler"
     return (
         Trial("plain", base, shape, late=True),
         Trial("accumulation", each(micro=MICRO), shape),
-        Trial("clipping", each(max_norm=max_norm), shape),
+        # In the middle step the norm is far below the limit, so that nothing may be scaled.
+        Trial("clipping", at(middle, each(max_norm=max_norm), max_norm=2.0**40), shape),
         Trial(rates, scheduled, shape),
         Trial(group, at(middle, adds=True), shape),
         Trial("frozen layer", frozen, shape, own=False),
@@ -125,12 +132,12 @@ def make_trials(steps: int = 5, shape: Shape | None = None, max_norm: float = MA
         Trial("another world size", at(middle, reloads=True), shape, elsewhere=True),
         Trial("unused parameters", at(middle, unused=(UNUSED,)), shape, own=False),
         Trial("unused on a rank", at(1, unused_on_first=(UNUSED,)), shape, own=False),
-        Trial("mixed dtypes", base, replace(shape, mixed=True), own=False),
+        Trial("mixed dtypes", base + small if masters else base, replace(shape, mixed=True), own=False),
         Trial("tied weights", base, replace(shape, tied=True), own=False),
         Trial("zero_grad", each(set_to_none=False), shape),
         Trial("NaN step", at(middle, nan=True), shape),
         Trial("exception", at(middle, raises=True), shape),
-        Trial("buffers", base, replace(shape, buffers=True), own=False),
+        Trial("buffers", at(middle, reloads=True), replace(shape, buffers=True), own=False),
         Trial("different starts", base, shape, apart=True),
         Trial("average of weights", each(averages=True), shape, late=True),
         Trial(
