@@ -201,7 +201,7 @@ def loads_what_cannot_be_seen() -> list[str]:
 
 def test_where_loaded_state_cannot_be_seen_the_shadow_is_given_up(capfd: pytest.CaptureFixture[str]) -> None:
     assert ranks.run(loads_what_cannot_be_seen, 2, timeout=120) == [[], []]
-    assert "the state that was loaded cannot be seen, so no step is compared" in capfd.readouterr().err
+    assert "the optimizer's state cannot be seen, so no step is compared" in capfd.readouterr().err
 
 
 class Masters(torch.optim.AdamW):

@@ -103,23 +103,26 @@ class Shadow:
         """How a parameter has moved otherwise than its copy; None if it has not."""
         return departure(value, self.old[number], self.twins[number].detach(), self.tolerance)
 
-    def lost_state(self, params: Sequence[Any]) -> dict[str, tuple[int, str]]:
+    def lost_state(self, params: Sequence[Any]) -> tuple[dict[str, tuple[int, str]], set[tuple[int, str]]]:
         """What the job's optimizer shows of its state on this rank and is not the shadow's.
 
         Returns:
-            By the state's key the number of the first parameter, and the norms.
+            By the state's key the number of the first parameter, and the norms. And all that it shows: the
+            numbers of parameters, with the keys.
         """
-        found = dict[str, tuple[int, str]]()
+        found, there = dict[str, tuple[int, str]](), set[tuple[int, str]]()
         for number, (param, twin) in enumerate(zip(params, self.twins)):
             expected = self.optimizer.state[twin]
             shown = self.parts.state(param, list(expected))
+            parts = self.parts.parts_of_state(param, list(expected))
+            there |= {(number, key) for *_, values in parts for key in values}
             for key, value in expected.items() if shown else ():
                 was, now = torch.as_tensor(value), shown.get(key, 0.0)
                 now = self.parts.value(now) if isinstance(now, torch.Tensor) else torch.tensor(now)
                 was, now = was.cpu().double().flatten(), now.cpu().double().flatten()
                 if now.numel() in (1, was.numel()) and not torch.allclose(now, was, self.tolerance):
                     found.setdefault(key, (number, f"its norm is {now.norm():.6g} and was {was.norm():.6g}"))
-        return found
+        return found, there
 
 
 def _of_ranks(
@@ -170,16 +173,21 @@ def departure(value: torch.Tensor, old: torch.Tensor, ought: torch.Tensor, toler
     """
     step, right = ought.double() - old.double(), ought.to(value.dtype).double()
     moved, off = value.double() - old.double(), (value.double() - right).abs()
+    sizes = step.abs().nan_to_num(0.0, 0.0, 0.0)
     # An element may also be off by some units in its last place.
-    bound = tolerance * (step.abs() + QUIET * step.abs().max())
+    bound = tolerance * (step.abs() + QUIET * sizes.amax()) if sizes.numel() else sizes
     bound += 4 * torch.finfo(value.dtype).eps * right.abs()
-    bad = ~(off <= bound) & ~right.isnan()
+    bad = ~(off <= bound) & ~right.isnan() & (value != right)
     if not bad.any():
         return None
-    place, length = int((off - bound).flatten().argmax()), step.square().sum()
-    how = f"{(moved * step).sum() / length:.3f} times as far as the plain step"
+    place = int((off - bound).where(bad, -torch.inf).nan_to_num(torch.inf).flatten().argmax())
+    finite = moved.isfinite() & step.isfinite()
+    length = step[finite].square().sum()
+    times = float((moved * step)[finite].sum() / length) if length else 1.0
+    how = "otherwise than" if abs(times - 1) < 5e-4 else f"{times:.3f} times as far as"
+    how = f"{how} the plain step" if length else "and the plain step leaves it"
     return (
-        f"moved {how if length else 'and the plain step leaves it'}: element {place} is "
+        f"moved {how}: element {place} is "
         f"{value.flatten()[place]:.6g} and should be {right.flatten()[place]:.6g}, "
         f"{int(bad.sum())} of {bad.numel()} elements are wrong"
     )

@@ -23,6 +23,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ref.doctor.shadow import Shadow
-from zero_ref.doctor.watched import Facts, fingerprint, kept_state, parts_of, plain_class, unwrapped
+from zero_ref.doctor.watched import Facts, Tensors, fingerprint, kept_state, parts_of, plain_class, unwrapped
 from zero_ref.lab.patience import patience
 
 __all__ = ["watch", "Watch", "Finding", "VARIABLE"]
@@ -115,12 +116,13 @@ class Watch:
     ) -> None:
         if every < 1:
             raise ValueError(f"every is {every}: give 1 to compare in each step, 2 in every second one.")
-        optimizer = unwrapped(optimizer)
-        self.plain, self.parts = plain or plain_class(optimizer), parts_of(optimizer)
+        self.on, optimizer = os.environ.get(VARIABLE) != "off", unwrapped(optimizer)
+        self.plain: Callable[..., Any] = plain or (plain_class(optimizer) if self.on else torch.optim.SGD)
+        self.parts = parts_of(optimizer) if self.on else Tensors(optimizer)
         self.every, self.steps, self.record = every, steps, None if record is None else Path(record)
         self.masters, self.tolerance = masters or self.parts.masters(), tolerance
         self.findings: list[Finding] = []
-        self._names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
+        self._model, self._names = model, dict[int, str]()
         self._told: set[tuple[str, str]] = set()
         self._step, self._begins = 0, True
         self._params: list[Any] = []
@@ -128,25 +130,31 @@ class Watch:
         self._saved_shadow: Any = None
         self._values: list[tuple[int, float]] = []  # of each parameter after a step: fingerprint, norm
         self._loaded: list[Facts] | None = None  # the options right after a load
-        self._has_loaded = False
+        self._has_state, self._differ = False, False
         self._own: dict[str, Callable[..., Any]] = {}
         self._rank, self._size, self._group = 0, 1, None
         # A job may compile its step. What the watch does in it is left out of the compiled graph.
         self._phase: Callable[[Callable[[], None]], None] = torch.compiler.disable(self._guarded)
         self._only_makes_state: Callable[[], bool] = torch.compiler.disable(self.parts.only_make_state)
         self._wait = timedelta(seconds=wait * patience())
-        self.on = os.environ.get(VARIABLE) != "off"
+        if self.on and dist.is_initialized():
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            try:
+                self._group = dist.new_group(ranks, self._wait, "gloo", use_local_synchronization=True)
+            except RuntimeError as error:
+                self._end(f"not all of the ranks {ranks} made the watch within {self._wait}: {error}")
+            else:
+                self._rank, self._size = dist.get_rank(self._group), len(ranks)
         if not self.on:
             return
-        if dist.is_initialized():
-            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-            self._group = dist.new_group(ranks, self._wait, "gloo", use_local_synchronization=True)
-            self._rank, self._size = dist.get_rank(self._group), len(ranks)
         for name, call in (
-            ("step", self._steps), ("state_dict", self._saves), ("load_state_dict", self._loads),
+            ("step", self._steps), ("state_dict", self._saves),
+            ("load_state_dict", partial(self._loads, "load_state_dict")),
+            ("load_sharded", partial(self._loads, "load_sharded")),
         ):  # fmt: skip
-            self._own[name] = getattr(optimizer, name)
-            setattr(optimizer, name, _method(call, optimizer))
+            if hasattr(optimizer, name):
+                self._own[name] = getattr(optimizer, name)
+                setattr(optimizer, name, _method(call, optimizer))
         self.say("gradients that are wrong alike on all ranks are not seen here; zero-ref doctor sees them")
 
     def check(self) -> None:
@@ -177,6 +185,7 @@ class Watch:
     def _steps(self, *args: Any, **kwargs: Any) -> Any:
         if self.on and (args[0] if args else kwargs.get("closure")) is not None:
             self.say("a step with a closure is not watched: its gradients come inside", once="closure")
+            self._shadow, self._has_state = None, True  # it begins anew after this step
             return self._own["step"](*args, **kwargs)
         if self.on and self._only_makes_state():
             return self._own["step"](*args, **kwargs)
@@ -194,8 +203,8 @@ class Watch:
             torch.save(note, self.record / f"step-{self._step}.pt")
         return saved
 
-    def _loads(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._own["load_state_dict"](*args, **kwargs)
+    def _loads(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        result = self._own[name](*args, **kwargs)
         self._loaded, self._begins = self._options(), True
         return result
 
@@ -205,9 +214,13 @@ class Watch:
                 with torch.no_grad():
                     phase()
             except Exception as error:
-                self.findings.append(Finding(self._step, "watch", f"it ends here: {error}"))
-                print(f"watch, rank {self._rank}: {self.findings[-1]}", file=sys.stderr, flush=True)
-                self.stop()
+                self._end(str(error))
+
+    def _end(self, why: str) -> None:
+        """Stop, with a finding. The job goes on."""
+        self.findings.append(Finding(self._step, "watch", f"it ends here: {why}"))
+        print(f"watch, rank {self._rank}: {self.findings[-1]}", file=sys.stderr, flush=True)
+        self.stop()
 
     # --------------------------------------------------------------------------------------- between ranks
 
@@ -219,9 +232,13 @@ class Watch:
             mine = (f"rank {self._rank}: {type(error).__name__}: {error}", None)
         of_ranks = [mine] * self._size
         if self._group is not None:
-            # It says which ranks do not come, where a gather would only say that its time is up.
-            dist.monitored_barrier(self._group, self._wait, wait_all_ranks=True)
-            dist.all_gather_object(of_ranks, mine, group=self._group)
+            try:
+                # It says which ranks do not come, where a gather would only say that its time is up.
+                dist.monitored_barrier(self._group, self._wait, wait_all_ranks=True)
+                dist.all_gather_object(of_ranks, mine, group=self._group)
+            except RuntimeError as error:
+                text = f"not all ranks came to step {self._step} within {self._wait.total_seconds():g} s"
+                raise RuntimeError(f"{text} ({str(error).splitlines()[0]})") from error
         for problem, _ in of_ranks:
             if problem is not None:
                 raise RuntimeError(problem)
@@ -229,14 +246,23 @@ class Watch:
 
     def _find(self, phase: str, kind: str, text: str) -> None:
         """Note and say what was found, the first time that this kind is."""
+        if phase == "before step" and not kind.startswith(("parameter", "further parameter", "copy")):
+            self._differ = True
         if (phase, kind) not in self._told:
             self._told.add((phase, kind))
             self.findings.append(Finding(self._step, phase, text))
             self.say(str(self.findings[-1]))
 
     def _named(self, number: int) -> str:
-        name = self._names.get(id(self._params[number]))
+        name = self._identity(self._params[number])[-1]
         return f"{number} ({name})" if name else f"{number}"
+
+    def _identity(self, param: Any) -> tuple[Any, ...]:
+        """A parameter's shape, dtype and name, by which ranks see that they speak of the same one."""
+        if id(param) not in self._names:
+            named = () if self._model is None else self._model.named_parameters()
+            self._names |= {id(param): ""} | {id(one): name for name, one in named}
+        return tuple(param.shape), str(param.dtype), self._names[id(param)]
 
     def _options(self) -> list[Facts]:
         # A save may turn a tuple into a list.
@@ -254,6 +280,7 @@ class Watch:
             self._resume()
         compares = self._step % self.every == 0
         looks = self._gathered(lambda: self._look(compares))
+        self._check_alike([look["alike"] for look in looks])
         for rank, look in enumerate(looks):
             self._differing(
                 "before step", look["options"], looks[0]["options"], f" on rank {rank}", " on rank 0"
@@ -280,7 +307,7 @@ class Watch:
                     text = f"gradient {self._named(number)} is on the ranks {ranks} alone"
                     self._find("before step", f"gradient {number}", text)
         if not used:
-            self.say("no rank has a gradient in .grad when it steps, so no step is compared", once="none")
+            self.say("no rank has a gradient in .grad in a step, so that step is not compared", once="none")
         elif self.steps is None or self._step < self.steps:
             self._follow([bool(ranks) for ranks in has], add_up)
         else:
@@ -292,8 +319,20 @@ class Watch:
         prints = [None if grad is None else _print(grad) if compares else (0, 0.0) for grad in grads]
         return {
             "values": values, "grads": prints, "options": self._options(), "add_up": self.parts.add_up(),
-            "apart": self._apart() if compares else {},
+            "apart": self._apart() if compares else {}, "alike": list(map(self._identity, self._params)),
         }  # fmt: skip
+
+    def _check_alike(self, of_ranks: Sequence[Sequence[tuple[Any, ...]]]) -> None:
+        """Refuse parameters of other numbers, shapes or names on other ranks: none could be compared."""
+        for rank, theirs in enumerate(of_ranks):
+            if len(theirs) != len(of_ranks[0]):
+                text = f"rank {rank} has {len(theirs)} parameters, and rank 0 {len(of_ranks[0])}"
+            elif theirs != of_ranks[0]:
+                here, there = next(pair for pair in zip(theirs, of_ranks[0]) if pair[0] != pair[1])
+                text = f"on rank {rank} a parameter is {_shown(*here)}, and on rank 0 {_shown(*there)}"
+            else:
+                continue
+            raise RuntimeError(f"{text}. If only some ranks have the same parameters, give these as group=.")
 
     def _apart(self) -> dict[int, str]:
         """The parameters, by number, that differ from the copies that the optimizer steps."""
@@ -325,24 +364,29 @@ class Watch:
         norms = {number: [norm for _, norm in of_tensors[number]] for number in differ}
         differ.sort(key=lambda number: min(norms[number]) / (max(norms[number]) or 1.0))
         for number in differ[:SHOWN]:
-            mine = get(self._params[number]).cpu().flatten()
+            mine = _dense(get(self._params[number])).cpu().flatten()
             first = mine.clone()
             dist.broadcast(first, group_src=0, group=self._group)
-            off = (mine.double() - first.double()).abs()
+            same = (mine == first) | (mine.isnan() & first.isnan())
+            off = (mine.double() - first.double()).abs().nan_to_num(torch.inf).masked_fill(same, 0.0)
             at = int(off.argmax())
             seen = (off[at].item(), at, mine[at].item(), first[at].item(), int(off.count_nonzero()))
             of_ranks = self._gathered(lambda seen=seen: seen)  # type: ignore[misc]
-            rank = of_ranks.index(max(of_ranks))
+            rank = max(range(self._size), key=lambda one: of_ranks[one][0])
             most, at, here, there, count = of_ranks[rank]
-            if what == "parameter" or most > ROUNDED * first.abs().max():
+            least = (
+                0.0 if what == "parameter" else ROUNDED * first.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+            )
+            if most > least:
                 self._find(
                     "before step", f"{what} {number}",
                     f"{what} {self._named(number)} differs between ranks: element {at} is {here:.6g} on rank "
                     f"{rank} and {there:.6g} on rank 0; {count} of {off.numel()} elements differ",
                 )  # fmt: skip
-        if len(differ) > SHOWN:
-            text = f"{len(differ) - SHOWN} further {what}s differ between ranks"
+        if new := [n for n in differ[SHOWN:] if ("before step", f"{what} {n}") not in self._told]:
+            text = f"{len(new)} further {what}s differ between ranks"
             self._find("before step", f"further {what}s", text)
+            self._told |= {("before step", f"{what} {number}") for number in new}
 
     def _follow(self, used: Sequence[bool], add_up: bool) -> None:
         shadow = self._shadow
@@ -355,17 +399,23 @@ class Watch:
             self.say(
                 f"on each rank the shadow will hold {(3 + kept) * whole:.3f} MB: whole parameters, "
                 f"their last values and gradients, {kept} tensors of state for each, {whole:.3f} MB each; "
-                f"to compare the largest tensor takes {COMPARED * max(sizes) / 1e6:.3f} MB more for a moment"
+                f"and {COMPARED * max(sizes) / 1e6:.3f} MB more for a moment, while the largest is compared"
             )
             self._shadow = shadow = Shadow(self.plain, self.parts, self.masters, self.tolerance)
             if self._saved_shadow is not None:
                 shadow.optimizer.load_state_dict(self._saved_shadow)
-                for rank, lost in enumerate(self._gathered(lambda: shadow.lost_state(self._params))):
+                of_ranks = self._gathered(lambda: shadow.lost_state(self._params))
+                shown = set().union(*(shown for _, shown in of_ranks))
+                for number, twin in enumerate(shadow.twins if shown else ()):
+                    if not all((number, key) in shown for key in shadow.optimizer.state[twin]):
+                        text = f"no rank has the whole state of parameter {self._named(number)}"
+                        self._find("load", f"state of {number}", text)
+                for rank, (lost, _) in enumerate(of_ranks):
                     for key, (number, norms) in lost.items():
                         text = f"state {key} of parameter {self._named(number)} is not back on rank {rank}"
                         self._find("load", f"state {key}", f"{text}: {norms}")
-            elif not shadow.take_state(self._params, list(keys), self._group) and keys and self._has_loaded:
-                self.say("the state that was loaded cannot be seen, so no step is compared from here on")
+            elif not shadow.take_state(self._params, list(keys), self._group) and keys and self._has_state:
+                self.say("the optimizer's state cannot be seen, so no step is compared from here on")
                 self.steps, self._shadow = self._step, None
                 return
         if shadow.follow(used, add_up, self._group):
@@ -375,6 +425,8 @@ class Watch:
 
     def _after(self) -> None:
         """Compare the job's step with the shadow's."""
+        if self._differ:  # each rank's shadow has made a step of its own, which says nothing new
+            self._shadow, self._has_state, self._differ = None, True, False
         if self.record is not None or (self._shadow is not None and self._step % self.every == 0):
             wrong = self._gathered(self._departures)
             for number in sorted({number for of_rank in wrong for number in of_rank}):
@@ -423,8 +475,8 @@ class Watch:
                 [(r, n) for r, each in pairs for n, (was, is_now) in enumerate(each) if was != is_now]
             )
         loads, tensors = all(one[0] for one in of_ranks), len(self._params) * self._size
-        self._has_loaded = any(one[0] for one in of_ranks)
-        if self._has_loaded:
+        self._has_state = any(one[0] for one in of_ranks)
+        if self._has_state:
             self._shadow = None  # it begins anew
         if not notes or (not loads and min(map(len, lost_of)) == tensors):
             return  # the job starts afresh
@@ -455,6 +507,15 @@ def _method(call: Callable[..., Any], optimizer: Any) -> Any:
     return types.MethodType(lambda _, *args, **kwargs: call(*args, **kwargs), optimizer)
 
 
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
 def _print(tensor: torch.Tensor) -> tuple[int, float]:
     """A tensor's fingerprint and norm."""
+    tensor = _dense(tensor)
     return fingerprint(tensor), tensor.double().norm().item()
+
+
+def _shown(shape: Sequence[int], dtype: str, name: str) -> str:
+    return f"{name or 'one'} of {tuple(shape)}, {dtype.removeprefix('torch.')}"

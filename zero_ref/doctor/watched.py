@@ -275,7 +275,7 @@ def plain_class(optimizer: Any) -> Callable[..., Any]:
     kind, module = type(inner).__name__, type(inner).__module__
     if module.startswith("deepspeed.ops.") and hasattr(inner, "adam_w_mode"):
         return torch.optim.AdamW if inner.adam_w_mode else torch.optim.Adam
-    own = inner is optimizer and not module.startswith("torch.optim.")
+    own = inner is optimizer and not f"{module}.".startswith("torch.optim.")
     if own or module.startswith("deepspeed."):
         raise ValueError(f"{kind} may shard any class: give plain=, which makes the plain optimizer.")
     return type(inner)
