@@ -262,6 +262,89 @@ def test_masters_of_16_bit_parameters_are_followed() -> None:
     assert re.match(r"step \d+, step: parameter 0 \(0.weight\) moved", first)
 
 
+class Sparse(nn.Module):
+    """An embedding with sparse gradients, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = nn.Embedding(9, 4, sparse=True)
+        self.empty, self.last = nn.Parameter(torch.zeros(0)), nn.Linear(4, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.last(self.table(tokens)).square().mean() + self.empty.sum()
+
+
+def reduced(model: nn.Module) -> None:
+    for param in model.parameters():
+        grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
+        dist.all_reduce(grad)
+        param.grad = (grad / 2).to_sparse(1) if param.grad.is_sparse else grad / 2
+
+
+def is_odd(spoils: bool) -> list[str]:
+    model = Sparse()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = watch(optimizer, model=model)
+    for number in range(4):
+        model.zero_grad()
+        model(torch.arange(3) + number + dist.get_rank()).backward()
+        reduced(model)
+        if spoils and number == 2 and dist.get_rank() == 1:
+            model.last.weight.grad[0, 1] = torch.nan
+        optimizer.step()
+    return [str(one) for one in seen.findings]
+
+
+def test_sparse_gradients_and_empty_parameters_are_followed_and_nan_is_shown() -> None:
+    assert ranks.run(is_odd, 2, False, timeout=120) == [[], []]
+    (first, *_), _ = ranks.run(is_odd, 2, True, timeout=120)
+    said = r"step 2, before step: gradient 2 \(last.weight\) .*: element 1 is nan on rank 1 and .*; 1 of 8"
+    assert re.match(said, first), first
+
+
+def has_closures(wrong: bool) -> list[str]:
+    model, data = model_and_data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    ddp = DDP(model)
+    seen = watch(optimizer, model=model)
+    for number, inputs in enumerate([*data, *data]):
+        optimizer.zero_grad()
+        ddp(inputs).square().mean().backward()
+        optimizer.step((lambda: torch.zeros(())) if number == 3 else None)
+        if wrong and number == 5:
+            optimizer.state[next(model.parameters())]["momentum_buffer"].zero_()
+    return [str(one) for one in seen.findings]
+
+
+def test_after_a_step_with_a_closure_the_shadow_begins_anew() -> None:
+    assert ranks.run(has_closures, 2, False, timeout=120) == [[], []]
+    (first, *_), _ = ranks.run(has_closures, 2, True, timeout=120)
+    assert first.startswith("step 5, step: parameter 0 (0.weight) moved"), first
+
+
+def of_a_stage() -> list[str]:
+    stage = nn.Linear(*((4, 3), (3, 2))[dist.get_rank()])
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    seen = watch(optimizer, model=stage)
+    for param in stage.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    dist.barrier()
+    return [str(one) for one in seen.findings]
+
+
+def test_ranks_with_other_parameters_end_the_watch_and_not_the_job() -> None:
+    first, second = ranks.run(of_a_stage, 2, timeout=120)
+    assert first == second
+    assert "on rank 1 a parameter is weight of (2, 3), float32, and on rank 0 weight of (3, 4)" in first[0]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+def test_all_of_torchs_classes_are_known(kind: Any) -> None:
+    assert watch(kind([nn.Parameter(torch.ones(2, 2))])).plain is kind
+
+
 class MakesFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
