@@ -50,7 +50,7 @@ ROUNDED = 1e-6
 
 
 class Finding(NamedTuple):
-    """Something that is wrong in a running job; every rank has the same findings.
+    """Something that is wrong in a running job; every rank has the same, but for one that left the others.
 
     Attributes:
         step: counted from 0; after a resume, from the save.
