@@ -13,8 +13,8 @@ Methods of torch's class ProcessGroup are replaced, because `from torch.distribu
 the function before anybody could replace it. NCCL's groups, and calls that Gloo can make, go through as they
 are. Only timing differs from NCCL: no call here says anything about streams.
 
-With torch 2.11 and 2.12 it has not been run. By their sources the calls that are replaced have the same names
-and arguments there, but for those that torch 2.13 renamed to `..._single`: both names are known.
+Its tests were also run with torch 2.11 and 2.12, where some calls have other names than the `..._single` of
+torch 2.13: both are known.
 """
 
 from __future__ import annotations
