@@ -126,7 +126,7 @@ class Program:
         """Called after the last backward of a step: average the gradients that nothing else averages.
 
         These are those of the added layer, and with `averaged_by="doctor"` all. A program whose `backward`
-        or hooks divide the loss or weight it by tokens overrides this, so that the added layer fits.
+        divides the loss overrides this, so that the added layer fits.
 
         Collective: all ranks.
         """
